@@ -1,0 +1,47 @@
+"""The only place that reads time or sleeps. Decisions take `now` as a value and never come here."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Monotonic seconds, comparable within one machine (CLOCK_MONOTONIC is shared by its processes)."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary start; never goes back."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let `seconds` pass."""
+
+
+class SystemClock:
+    """The machine's own monotonic clock."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class ManualClock:
+    """A clock that moves only when told: for tests and the simulator."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"time cannot go back by {-seconds} s")
+        self._now += seconds
+
+
+def wall_time_s() -> float:
+    """Seconds since the epoch, for log lines and reports only; no decision uses it."""
+    return time.time()

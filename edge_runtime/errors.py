@@ -1,0 +1,69 @@
+"""The tree of errors: whose fault it is decides who handles it.
+
+`UserError` is told to the user in one sentence, `PeerError` costs only the peer, `ClusterError` is told to
+the client as the cluster's failure. Anything that is none of these is a fault of ours and ends the process.
+"""
+
+EXIT_DONE = 0
+EXIT_OURS = 1
+EXIT_USER = 2
+EXIT_CLUSTER = 3
+
+
+class EdgeError(Exception):
+    """Root of every error that this runtime foresees."""
+
+    exit_code = EXIT_OURS
+
+
+class UserError(EdgeError):
+    """The user's input is at fault. Printed as one sentence, no traceback, exit code 2."""
+
+    exit_code = EXIT_USER
+
+
+class ConfigError(UserError):
+    """A settings file, key or value is wrong; says what is allowed."""
+
+
+class CheckpointError(UserError):
+    """A model folder is wrong; names file and tensor, expected and found."""
+
+
+class RequestError(UserError):
+    """A prompt or a request's options cannot be served; says the limit and the value."""
+
+
+class ClusterError(EdgeError):
+    """The cluster cannot do what was asked: no answer, no host, no memory. Exit code 3."""
+
+    exit_code = EXIT_CLUSTER
+
+
+class PeerError(ClusterError):
+    """A peer misbehaved or went away. The peer is refused or dropped; the others are served."""
+
+
+class ProtocolError(PeerError):
+    """Bytes that are not a message of ours: names peer, message and what was expected."""
+
+
+class PeerLost(PeerError):
+    """The other end is gone; says who and when it was last heard from."""
+
+
+class DeadlinePassed(PeerError):
+    """No answer in time; says what was awaited and for how long."""
+
+
+class Refusal(ClusterError):
+    """An ordinary 'no' of a peer: busy, not resident, wrong epoch, version mismatch.
+
+    reason         one word that programs can match: `busy`, `not_resident`, `version`, `model`, `handshake` ...
+    retry_after_s  seconds after which trying again makes sense, None if it never does
+    """
+
+    def __init__(self, reason: str, detail: str, retry_after_s: float | None = None) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.retry_after_s = retry_after_s

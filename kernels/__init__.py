@@ -1,0 +1,1 @@
+"""Arithmetic on tensors: one face (`ops`), a plain definition of every operation, and fast versions of the same names."""

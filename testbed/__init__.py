@@ -1,0 +1,1 @@
+"""Emulated clusters on one machine: scenarios, workloads, benchmarks and their reports."""

@@ -1,0 +1,1 @@
+"""The cluster on paper: machines, links, and where every expert lives. Decides; touches only topology files."""
