@@ -1,0 +1,36 @@
+"""What every test may count on: one compute thread, no hub, a bounded hypothesis profile, the demo model's folder."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Before the first import of torch, and for every process that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+settings.register_profile(
+    "commit",
+    max_examples=50,
+    deadline=None,  # two shared cores: a slow example is not a wrong one
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("thorough", parent=settings.get_profile("commit"), max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "commit"))
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The folder that holds pyproject.toml."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The folder of the trained model that every clone carries."""
+    return ROOT / "testbed" / "models" / "edge-moe-demo"
