@@ -1,0 +1,154 @@
+"""The cluster as its topology file states it: machines, links and limits. Values only; `files.py` reads them.
+
+Knows no model: what the machines will hold is `placement.py`'s to say.
+"""
+
+import difflib
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from topology.errors import UnknownNode
+
+PREFILL, DECODE, EXPERTS = "prefill", "decode", "experts"
+ROLES = (PREFILL, DECODE, EXPERTS)
+DEVICES = ("cpu",)
+WEIGHT_FORMATS = ("as_stored", "bf16", "fp16", "fp32")
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One machine's daemon."""
+
+    name: str
+    """Unique in the cluster."""
+    address: str
+    """`host:port` where it listens and where its peers find it."""
+    memory_bytes: int
+    """Everything its process may have resident: interpreter, weights, KV, workspace."""
+    roles: frozenset[str] = frozenset(ROLES)
+    """What it may do, of `ROLES`."""
+    device: str = "cpu"
+    """Where it computes, of `DEVICES`."""
+    weight_format: str = "as_stored"
+    """How it keeps its routed experts, of `WEIGHT_FORMATS`."""
+    threads: int = 1
+    """Threads of its arithmetic."""
+    memory_bytes_per_s: float | None = None
+    """Measured memory bandwidth in bytes per second, if known."""
+    flops: float | None = None
+    """Measured speed in floating-point operations per second, if known."""
+
+    @property
+    def host(self) -> str:
+        return split_address(self.address)[0]
+
+    @property
+    def port(self) -> int:
+        return split_address(self.address)[1]
+
+    @property
+    def holds_trunk(self) -> bool:
+        """Whether it runs attention, and so needs the trunk and KV: decode and prefill nodes do."""
+        return bool(self.roles & {DECODE, PREFILL})
+
+    @property
+    def hosts_experts(self) -> bool:
+        return EXPERTS in self.roles
+
+
+@dataclass(frozen=True)
+class Link:
+    """What it takes to get from node `a` to node `b` or back; `*` stands for any node."""
+
+    a: str
+    b: str
+    rtt_s: float = 0.001
+    """Round-trip time of a small message, seconds."""
+    bandwidth_bps: float = 1e9
+    """Bits per second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A whole topology file."""
+
+    name: str
+    model: str
+    """The model's folder."""
+    nodes: tuple[Node, ...]
+    """In the order of the file."""
+    coordinator: str = "127.0.0.1:5550"
+    """`host:port` of the coordinator."""
+    links: tuple[Link, ...] = ()
+    """The pairs that differ from `default_link`."""
+    default_link: Link = Link("*", "*")
+    memory_ratio: float = 2.0
+    """Most copies of experts in the whole cluster, per distinct expert; 1.0 allows no replicas."""
+    keys: str | None = None
+    """Folder of CURVE keys; None only where every address is loopback."""
+    process_reserve_bytes: int = 350 * MIB
+    """Kept free on every node for the interpreter and its libraries."""
+    kv_tokens: int = 16384
+    """Tokens of KV wanted on every node that holds the trunk; less is taken where experts need the room."""
+    max_batch_rows: int = 256
+    """Token rows in one step, prefill and decode together."""
+    max_requests: int = 16
+    """Requests that one node runs at the same time."""
+    context_tokens: int | None = None
+    """Longest prompt plus answer; None for the model's own limit, which is never exceeded."""
+    call_deadline_s: float = 10.0
+    """How long a call to a peer's experts may take in all, seconds."""
+    heartbeat_s: float = 1.0
+    """Seconds between two heartbeats."""
+    lost_after_s: float = 5.0
+    """Seconds of silence after which a node counts as lost."""
+    source: str = ""
+    """The file it was read from."""
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(node.name for node in self.nodes)
+
+    def link(self, a: str, b: str) -> Link:
+        """The link between two nodes, in either order: their own, or the default one."""
+        for link in self.links:
+            if {link.a, link.b} == {a, b}:
+                return link
+        return Link(a, b, self.default_link.rtt_s, self.default_link.bandwidth_bps)
+
+
+def find_node(cluster: Cluster, name: str) -> Node:
+    """The node of that name; `UnknownNode` lists the names there are."""
+    for node in cluster.nodes:
+        if node.name == name:
+            return node
+    names = ", ".join(cluster.node_names)
+    raise UnknownNode(
+        f'no node is called "{name}"{did_you_mean(name, cluster.node_names)}; the nodes are {names}'
+    )
+
+
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
+    """` (did you mean "node"?)`, or nothing where no allowed word is near."""
+    near = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
+    return f' (did you mean "{near[0]}"?)' if near else ""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`"10.0.0.5:5551"` or `"[::1]:5551"` to host (without brackets) and port."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `host:port` can only be reached from its own machine; of names, only localhost is."""
+    host, _ = split_address(address)
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,100 @@
+"""What a model weighs, in whole bytes: trunk, experts, KV, workspace. Arithmetic on a `ModelFootprint`.
+
+Knows no checkpoint and no tensor: whoever has read the model's configuration fills in the numbers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from topology.cluster import Cluster, Node
+from topology.ids import ExpertId
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFootprint:
+    """Bytes that each part of a model takes in a node's process, as the runtime holds it (packed, padded)."""
+
+    num_layers: int
+    """L, decoder layers."""
+    moe_layers: tuple[int, ...]
+    """The layers that have routed experts, ascending."""
+    experts_per_layer: int
+    """E, routed experts in each MoE layer."""
+    expert_bytes: Mapping[str, tuple[int, ...]]
+    """weight format -> bytes of one packed expert in each layer: L numbers, 0 in a layer without experts.
+    Must have every format that the cluster's expert hosts use; `as_stored` is the usual one."""
+    embed_bytes: int
+    """Token embedding, held by whoever runs the first layer."""
+    head_bytes: int
+    """Final norm and output head, held by whoever runs the last layer; the norm alone if the head is tied."""
+    layer_bytes: tuple[int, ...]
+    """Per layer, all but its routed experts: attention, norms, gate, shared experts, dense MLP; L numbers."""
+    kv_bytes_per_token: tuple[int, ...]
+    """Per layer, keys and values of one token; L numbers."""
+    context_tokens: int
+    """Longest sequence the model allows."""
+    head_is_tied: bool = False
+    """The head's matrix is the embedding's, so whoever runs the last layer holds the embedding as well."""
+    block_tokens: int = 16
+    """Tokens in one KV block."""
+    table_bytes: int = 0
+    """Tables that every node with a part of the trunk holds once, such as the rope table."""
+    row_workspace_bytes: int = 0
+    """Buffers of a step on a trunk node, per token row: activations, routed rows out and back."""
+    request_workspace_bytes: int = 0
+    """Buffers of a step on a trunk node, per request: logits and sampling."""
+    expert_row_workspace_bytes: int = 0
+    """Buffers of an expert host for its peers' calls, per token row: rows in, all routed outputs."""
+
+    def experts(self) -> list[ExpertId]:
+        """Every routed expert, by layer and index."""
+        return [
+            ExpertId(layer, index) for layer in self.moe_layers for index in range(self.experts_per_layer)
+        ]
+
+
+def trunk_bytes(footprint: ModelFootprint, first_layer: int, last_layer: int) -> int:
+    """Bytes of the trunk of layers [first_layer, last_layer), embedding and head where they belong."""
+    if first_layer >= last_layer:
+        return 0
+    starts, ends = first_layer == 0, last_layer == footprint.num_layers
+    return (
+        sum(footprint.layer_bytes[first_layer:last_layer])
+        + footprint.table_bytes
+        + (footprint.embed_bytes if starts or (ends and footprint.head_is_tied) else 0)
+        + (footprint.head_bytes if ends else 0)
+    )
+
+
+def kv_block_bytes(footprint: ModelFootprint, first_layer: int, last_layer: int) -> int:
+    """Bytes of one KV block (`block_tokens` tokens) over layers [first_layer, last_layer)."""
+    return footprint.block_tokens * sum(footprint.kv_bytes_per_token[first_layer:last_layer])
+
+
+def kv_blocks(footprint: ModelFootprint, num_tokens: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // footprint.block_tokens)
+
+
+def context_limit(cluster: Cluster, footprint: ModelFootprint) -> int:
+    """Longest prompt plus answer, tokens: the file's cap, never above the model's own."""
+    return min(cluster.context_tokens or footprint.context_tokens, footprint.context_tokens)
+
+
+def expert_bytes(footprint: ModelFootprint, weight_format: str, layer: int) -> int:
+    """Bytes of one expert of that layer in that format."""
+    return footprint.expert_bytes[weight_format][layer]
+
+
+def workspace_bytes(cluster: Cluster, node: Node, footprint: ModelFootprint) -> int:
+    """Bytes of step buffers on that node, at the most rows and requests the cluster allows.
+
+    A trunk node needs them for its own steps and an expert host for its peers' calls. A node that is both
+    needs both, since the two run in threads of their own.
+    """
+    own_steps = (
+        cluster.max_batch_rows * footprint.row_workspace_bytes
+        + cluster.max_requests * footprint.request_workspace_bytes
+    )
+    for_peers = cluster.max_batch_rows * footprint.expert_row_workspace_bytes
+    return (own_steps if node.holds_trunk else 0) + (for_peers if node.hosts_experts else 0)

@@ -1,0 +1,133 @@
+"""Read one value of a topology file: convert it, or say in a `ValueError` what was found and what is allowed.
+
+Knows neither tables nor lines.
+"""
+
+import math
+import re
+from collections.abc import Callable
+
+from topology.cluster import DEVICES, ROLES, WEIGHT_FORMATS, did_you_mean
+
+Reader = Callable[[object], object]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]+)")
+_EVERYWHERE = ("0.0.0.0", "[::]", "*")
+RESERVED_NAMES = ("coordinator", "gateway", "client")
+
+
+def read_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected text in quotes, found {_kind(value)}")
+    if not value.strip():
+        raise ValueError("expected text, found an empty one")
+    return value
+
+
+def read_name(value: object) -> str:
+    name = read_text(value)
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f'"{name}" is not a name: use up to 63 letters, digits, ".", "_" and "-", a letter or digit first'
+        )
+    if name in RESERVED_NAMES:
+        raise ValueError(f'"{name}" is reserved; choose another name')
+    return name
+
+
+def read_address(value: object) -> str:
+    address = read_text(value)
+    match = _ADDRESS.fullmatch(address)
+    if not match:
+        raise ValueError(f'"{address}" is not an address: write host:port, as in "127.0.0.1:5551"')
+    if not 1 <= int(match[2]) <= 65535:
+        raise ValueError(f"port {match[2]} is out of range: ports go from 1 to 65535")
+    if match[1] in _EVERYWHERE:
+        raise ValueError(f"{match[1]} is no address that peers can reach; write the machine's own")
+    return f"{match[1].lower()}:{int(match[2])}"
+
+
+def read_roles(value: object) -> frozenset[str]:
+    if not isinstance(value, list):
+        raise ValueError(f'expected an array of roles, as in ["decode", "experts"], found {_kind(value)}')
+    if not value:
+        raise ValueError(f"expected at least one of {', '.join(ROLES)}, found an empty array")
+    return frozenset(read_one_of("role", ROLES)(role) for role in value)
+
+
+def read_one_of(what: str, allowed: tuple[str, ...]) -> Callable[[object], str]:
+    """A reader of one word out of `allowed`."""
+
+    def read(value: object) -> str:
+        word = read_text(value)
+        if word not in allowed:
+            raise ValueError(
+                f'{what} "{word}" is not supported{did_you_mean(word, allowed)}; there are {", ".join(allowed)}'
+            )
+        return word
+
+    return read
+
+
+read_device = read_one_of("device", DEVICES)
+read_weight_format = read_one_of("weight format", WEIGHT_FORMATS)
+
+
+def read_quantity(parse: Callable[[str], float], example: str) -> Callable[[object], float]:
+    """A reader of a positive number with a unit, through one of the parsers of `units.py`."""
+
+    def read(value: object) -> float:
+        if not isinstance(value, str):
+            raise ValueError(
+                f'expected a number with its unit in quotes, as in "{example}", found {_kind(value)}'
+            )
+        amount = parse(value)
+        if amount <= 0:
+            raise ValueError(f'"{value}" is not more than 0')
+        return amount
+
+    return read
+
+
+def read_count(value: object) -> int:
+    """A whole number from 1 on."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"expected a whole number from 1 on, found {_kind(value)}")
+    if value < 1:
+        raise ValueError(f"expected a whole number from 1 on, found {value}")
+    return value
+
+
+def read_memory_ratio(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"expected a number from 1.0 on, found {_kind(value)}")
+    if not 1.0 <= value < math.inf:
+        raise ValueError(f"expected a number from 1.0 on (1.0 keeps each expert once), found {value}")
+    return float(value)
+
+
+def read_pair(value: object) -> tuple[str, str]:
+    """The two different nodes that a link joins."""
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(name, str) for name in value):
+        raise ValueError(f'expected the names of two nodes, as in ["desk", "attic"], found {_kind(value)}')
+    if value[0] == value[1]:
+        raise ValueError(f'a link joins two different nodes, found "{value[0]}" twice')
+    return value[0], value[1]
+
+
+def _kind(value: object) -> str:
+    """What a value is, in a reader's words."""
+    match value:
+        case bool():
+            return f"the boolean {str(value).lower()}"
+        case int() | float():
+            return f"the number {value}"
+        case str():
+            return f'the text "{value}"'
+        case list():
+            return f"an array of {len(value)}"
+        case dict():
+            return "a table"
+        case _:
+            return f"the date or time {value}"
