@@ -34,8 +34,8 @@ $(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py kernels/cpu/nat
 		$(PYTHON) -m venv --clear $(VENV) || { \
 			echo "could not make a virtual environment: on Debian and Ubuntu, apt install python3-venv" >&2; exit 2; }; fi
 	@echo "installing edge-runtime and its dependencies into $(VENV); the first time takes a few minutes (torch is large)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade "pip>=25"
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
 demo: install
