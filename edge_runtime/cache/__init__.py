@@ -1,0 +1,1 @@
+"""The key/value cache: which blocks hold which tokens, and the memory behind them."""

@@ -1,0 +1,223 @@
+"""A request: what was asked, what has been answered, and where it stands.
+
+Checks what the user may ask for. It knows no scheduler: the fields marked so are written by the scheduler alone.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from edge_runtime.errors import RequestError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
+SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+
+State = Literal["waiting", "running", "finished"]
+FinishReason = Literal["stop", "length", "error", "abort"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How to choose tokens and when to stop. `check_params` says what is allowed."""
+
+    max_tokens: int = 128
+    """Tokens to generate at most; the context may end the answer earlier."""
+    temperature: float = 0.0
+    """0 takes the best token; larger is more random."""
+    top_k: int = 0
+    """Choose among the k best tokens; 0 means all."""
+    top_p: float = 1.0
+    """Choose among the best tokens that together have this probability; 1 means all."""
+    min_p: float = 0.0
+    """Leave out tokens less probable than this share of the best one's probability; 0 means none."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens seen in prompt and answer become less likely; 1 changes nothing."""
+    seed: int | None = None
+    """With the token's position it determines every random choice. None: whoever creates the request draws one."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer and are not part of it. Found by the detokeniser, not by the scheduler."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer, besides the model's own."""
+    ignore_eos: bool = False
+    """Go on past the model's own end tokens."""
+    logprobs: int | None = None
+    """Report the log probability of each token, and of this many best ones; None reports nothing."""
+
+
+def read_params(fields: Mapping[str, object]) -> SamplingParams:
+    """Turn named options, say from a line of JSON, into SamplingParams; `check_params` comes after."""
+    known = SamplingParams.__struct_fields__
+    for name in fields:
+        if name not in known:
+            raise RequestError(f"unknown option {name!r}; the options are {', '.join(known)}")
+    try:
+        return msgspec.convert(fields, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"a request's options are wrong: {error}") from error
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse options outside their range; the message has name, value and range."""
+    _whole("max_tokens", params.max_tokens, 1, None)
+    _number("temperature", params.temperature, ">= 0", lambda x: x >= 0)
+    _whole("top_k", params.top_k, 0, None)
+    _number("top_p", params.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
+    _number("min_p", params.min_p, "between 0 and 1", lambda x: 0 <= x <= 1)
+    _number("repetition_penalty", params.repetition_penalty, "above 0", lambda x: x > 0)
+    if params.seed is not None:
+        _whole("seed", params.seed, SEED_MIN, SEED_MAX)
+    if params.logprobs is not None:
+        _whole("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+    if not isinstance(params.ignore_eos, bool):
+        raise _refused("ignore_eos", params.ignore_eos, "true or false")
+    _few("stop", params.stop, MAX_STOP_STRINGS)
+    for text in params.stop:
+        if not isinstance(text, str) or not text:
+            raise _refused("stop", text, "a string of at least one character")
+    _few("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS)
+    for token in params.stop_token_ids:
+        _whole("stop_token_ids", token, 0, vocab_size - 1)
+
+
+def check_prompt(prompt_ids: Sequence[int], vocab_size: int, context_tokens: int) -> None:
+    """Refuse a prompt that is empty, leaves no room for one token, or has ids the model does not know."""
+    if not prompt_ids:
+        raise RequestError("the prompt is empty; it must have at least 1 token")
+    if len(prompt_ids) + 1 > context_tokens:
+        raise RequestError(
+            f"the prompt has {len(prompt_ids)} tokens but the context holds {context_tokens}, "
+            f"of which 1 is needed for the answer; shorten the prompt to {context_tokens - 1} tokens"
+        )
+    lowest, highest = min(prompt_ids), max(prompt_ids)
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise RequestError(f"the prompt has token id {wrong}; allowed are 0 to {vocab_size - 1}")
+
+
+def _refused(name: str, value: object, allowed: str) -> RequestError:
+    return RequestError(f"{name} is {value!r}; allowed is {allowed}")
+
+
+def _whole(name: str, value: object, low: int, high: int | None) -> None:
+    allowed = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _refused(name, value, allowed)
+    if value < low or (high is not None and value > high):
+        raise _refused(name, value, allowed)
+
+
+def _number(name: str, value: object, allowed: str, holds: Callable[[float], bool]) -> None:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or not holds(value)
+    ):
+        raise _refused(name, value, f"a finite number {allowed}")
+
+
+def _few(name: str, values: object, most: int) -> None:
+    if not isinstance(values, tuple | list):
+        raise _refused(name, values, "a list")
+    if len(values) > most:
+        raise RequestError(f"{name} has {len(values)} entries; allowed are at most {most}")
+
+
+class Request:
+    """One prompt on its way to an answer.
+
+    tokens        prompt and output so far, one list that only grows; do not change it
+    output_ids    the output alone; a token that ended the answer (end token, stop id) is its last element
+    num_computed  leading tokens whose KV stands in `block_table`, by completed steps (or from the cache)
+    block_table   block of each 16 tokens; while `version` is unchanged so is the table
+    version       new, and never used before, whenever `block_table` changes or another request takes the seat
+    seat          0..max_running-1 while running, else -1; nobody else has it meanwhile
+
+    How a runner follows the tables without rebuilding them: keep one int32 matrix [max_running, M], M =
+    blocks_for(context_tokens), and per seat the version last copied. For each slice of a plan, if
+    `versions[request.seat] != request.version`, copy `block_table` into the front of row `seat` and note the
+    version. The matrix is the attention's `block_tables`, a row's seat its `row_request`. A decoding request
+    changes its version once in 16 tokens.
+
+    A request that moves here from another engine comes with the `output_ids` it has so far.
+    `arrival_s` is a moment on the clock whose `now` the scheduler gets.
+    """
+
+    __slots__ = (
+        "age",
+        "arrival_s",
+        "block_hashes",
+        "block_table",
+        "chain_seed",
+        "due_s",
+        "exactness",
+        "finish_detail",
+        "finish_reason",
+        "finished_s",
+        "first_planned_s",
+        "first_token_s",
+        "in_flight",
+        "num_cached",
+        "num_computed",
+        "num_preemptions",
+        "output_ids",
+        "params",
+        "prompt_ids",
+        "request_id",
+        "salt",
+        "seat",
+        "state",
+        "stop_ids",
+        "token_limit",
+        "tokens",
+        "version",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        arrival_s: float,
+        *,
+        salt: str = "",
+        exactness: str = "exact",
+        output_ids: Sequence[int] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_ids = list(prompt_ids)
+        self.params = params
+        self.arrival_s = arrival_s
+        self.salt = salt
+        self.exactness = exactness
+        self.output_ids = list(output_ids)
+        self.tokens = [*self.prompt_ids, *self.output_ids]
+        # All that follows is the scheduler's.
+        self.num_computed = 0
+        self.num_cached = 0  # prompt tokens not computed because the cache had them
+        self.block_table: list[int] = []
+        self.version = 0
+        self.seat = -1
+        self.state: State = "waiting"
+        self.in_flight = False  # part of a plan that is not completed
+        self.finish_reason: FinishReason | None = None
+        self.finish_detail = ""
+        self.first_planned_s: float | None = None
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
+        self.num_preemptions = 0
+        self.age = (arrival_s, 0)  # smaller is older
+        self.due_s = arrival_s
+        self.token_limit = 0  # tokens (prompt and output) at which it ends with `length`
+        self.stop_ids: frozenset[int] = frozenset()
+        self.chain_seed = b""
+        self.block_hashes: list[bytes] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.state}, {len(self.prompt_ids)} prompt + {len(self.output_ids)} "
+            f"output tokens, {self.num_computed} computed, {len(self.block_table)} blocks)"
+        )

@@ -1,0 +1,484 @@
+"""Decide which rows of which requests the next step computes, and take in what came of it.
+
+Continuous batching with chunked prefill over a paged KV cache. It knows no tensors, no clock (`now` is given),
+no text and no machines: the daemon, the simulator and the tests drive the same object.
+
+**Who gets rows.** A step has `max_rows` rows. Every running request that only waits for its next token gets one
+row first. The rest are prefill rows: half of them go to the oldest request in prefill, the other half to those
+with the fewest rows left, and what one side leaves the other takes (`share_rows`).
+
+**Who gets a seat.** At most `max_running` requests run. Waiting ones are seated in the order of
+`due_s = arrival_s + tokens / ageing_rows_per_s`: a short one passes a long one that came a little earlier, but
+nobody passes a request by arriving after its due time. If the next one lacks blocks, later ones may pass it
+until it is due; from then on nobody is seated before it, so the blocks that come free add up for it.
+
+Hence a long prompt waits for later arrivals at most its due time, and once oldest in prefill takes at most twice
+the steps it would take alone beside the same decodes. A short prompt shares half of every step's prefill rows
+with shorter ones only, however long the prompts beside it. Seats come free in bounded time, since every answer
+is bounded by `max_tokens` and the context.
+
+**Blocks.** A request is seated when the blocks for all its tokens are there beside what the seated ones still
+need, and takes them as its rows are planned. When a running request finds none, the youngest running one younger
+than it is preempted: it gives back all blocks, waits again with its old age, and recomputes (or finds its blocks
+still cached). The oldest running request is never preempted and fits alone, so there is always progress.
+
+**Steps under way.** Several plans may be in flight (stages), each request in one at most. A request that ends
+while a plan holds it keeps blocks and seat until that plan is completed or abandoned, so nobody else gets memory
+that the step still writes or reads. Requests in flight are never preempted.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from edge_runtime.cache.block_pool import BLOCK_MASK, BLOCK_SHIFT, BLOCK_TOKENS, BlockPool, blocks_for
+from edge_runtime.cache.prefix import chain_seed, extend_hashes, reusable_blocks
+from edge_runtime.engine.plan import Finished, StepPlan, StepSlice
+from edge_runtime.engine.request import FinishReason, Request, check_params, check_prompt
+from edge_runtime.errors import ConfigError, Refusal, RequestError
+
+_PASSERS_TRIED = 8
+"""How many later requests are tried, per step, past one that lacks blocks."""
+
+_NO_FAILURES: Mapping[str, str] = {}
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the scheduler may use, and what the model is."""
+
+    vocab_size: int
+    """Token ids are 0 to vocab_size - 1."""
+    context_tokens: int
+    """Prompt and answer together; an answer ends with `length` there."""
+    eos_ids: tuple[int, ...] = ()
+    """Tokens with which the model ends an answer."""
+    max_rows: int = 256
+    """Rows (tokens) of a step at most; bounds how long a step takes."""
+    max_running: int = 16
+    """Requests that run at once; each has one row per step while decoding, so not above max_rows."""
+    max_waiting: int = 4096
+    """Requests that wait for a seat; one more is refused as `busy`."""
+    ageing_rows_per_s: float = 1000.0
+    """A waiting request lets later ones past it for one second per this many tokens of its own."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_running <= self.max_rows:
+            raise ConfigError(
+                f"max_running is {self.max_running}; allowed is 1 to max_rows, which is {self.max_rows}"
+            )
+        if self.context_tokens < 2:
+            raise ConfigError(f"context_tokens is {self.context_tokens}; allowed is at least 2")
+        if self.max_waiting < 1:
+            raise ConfigError(f"max_waiting is {self.max_waiting}; allowed is at least 1")
+        if not self.ageing_rows_per_s > 0:
+            raise ConfigError(f"ageing_rows_per_s is {self.ageing_rows_per_s}; allowed is above 0")
+
+
+def share_rows(needs: Sequence[int], rows: int) -> list[int]:
+    """Split `rows` prefill rows among requests that could use `needs`, given oldest first.
+
+    The oldest gets half (rounded up, to whole blocks if rows are plenty), then those with the fewest rows left
+    are served in full, older first among equals, and what is still over goes to the oldest. Nothing is left over
+    while somebody could use it.
+    """
+    shares = [0] * len(needs)
+    if not needs:
+        return shares
+    half = (rows + 1) // 2
+    if rows >= 4 * BLOCK_TOKENS:
+        half = blocks_for(half) << BLOCK_SHIFT
+    shares[0] = min(needs[0], half)
+    left = rows - shares[0]
+    for index in sorted(range(1, len(needs)), key=needs.__getitem__):
+        if left == 0:
+            break
+        shares[index] = min(needs[index], left)
+        left -= shares[index]
+    shares[0] += min(needs[0] - shares[0], left)
+    return shares
+
+
+class Scheduler:
+    """Requests go in with `add`; `plan_step` and `complete` alternate; those that end come out as `Finished`."""
+
+    def __init__(
+        self, settings: SchedulerSettings, pool: BlockPool, *, model_hash: str, tokenizer_hash: str
+    ) -> None:
+        self.settings = settings
+        self.pool = pool
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0  # tokens not computed because the cache had them
+        self.is_draining = False
+        self._model_hash = model_hash
+        self._tokenizer_hash = tokenizer_hash
+        self._eos_ids = frozenset(settings.eos_ids)
+        self._requests: dict[str, Request] = {}  # waiting and running
+        self._waiting: list[Request] = []  # soonest due first
+        self._running: list[Request] = []  # oldest first
+        self._ended_in_flight: dict[str, Request] = {}  # keep blocks and seat until their plan is done
+        self._plans: dict[int, StepPlan] = {}  # in flight
+        self._seats = list(range(settings.max_running - 1, -1, -1))  # free ones, lowest last
+        self._num_added = 0
+        self._num_planned = 0
+        self._last_version = 0
+        self._may_seat = False  # something changed since seating was last tried in vain
+
+    # What it looks like from outside.
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a seat, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a seat that have not ended."""
+        return len(self._running)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that could be given away now, cached ones included."""
+        return self.pool.num_free
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits or runs, and no plan is in flight."""
+        return not self._requests and not self._plans
+
+    def get(self, request_id: str) -> Request | None:
+        """The request, if it is waiting or running."""
+        return self._requests.get(request_id)
+
+    # Requests come and go.
+
+    def add(self, request: Request) -> None:
+        """Take in a request, or raise RequestError (its own fault) or Refusal (`busy`, `draining`)."""
+        settings = self.settings
+        check_prompt(request.prompt_ids, settings.vocab_size, settings.context_tokens)
+        check_params(request.params, settings.vocab_size)
+        if request.request_id in self._requests or request.request_id in self._ended_in_flight:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another")
+        limit = min(len(request.prompt_ids) + request.params.max_tokens, settings.context_tokens)
+        if len(request.tokens) >= limit:
+            raise RequestError(
+                f"request {request.request_id!r} comes with {len(request.output_ids)} tokens of its answer, "
+                f"which ends after {limit - len(request.prompt_ids)}"
+            )
+        needed = blocks_for(limit - 1)  # the last token is never computed
+        if needed > self.pool.num_blocks:
+            raise RequestError(
+                f"prompt and answer of up to {limit} tokens need {needed} KV blocks of {BLOCK_TOKENS} tokens, but "
+                f"this node has {self.pool.num_blocks} in all; shorten the prompt or max_tokens to "
+                f"{self.pool.num_blocks * BLOCK_TOKENS + 1} tokens together"
+            )
+        if self.is_draining:
+            raise Refusal("draining", "this engine takes no new requests because it is stopping")
+        if len(self._waiting) >= settings.max_waiting:
+            raise Refusal("busy", f"{len(self._waiting)} requests wait already, as many as allowed", 1.0)
+        self._num_added += 1
+        request.age = (request.arrival_s, self._num_added)
+        request.due_s = request.arrival_s + len(request.tokens) / settings.ageing_rows_per_s
+        request.token_limit = limit
+        request.stop_ids = frozenset(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            request.stop_ids |= self._eos_ids
+        request.chain_seed = chain_seed(
+            self._model_hash, self._tokenizer_hash, request.salt, request.exactness
+        )
+        request.block_hashes = []
+        self._requests[request.request_id] = request
+        self._enqueue(request)
+
+    def abort(self, request_id: str, now: float) -> Finished | None:
+        """End a request whose client is gone. None if it has ended already."""
+        return self.finish(request_id, "abort", now)
+
+    def finish(
+        self, request_id: str, reason: FinishReason, now: float, *, detail: str = ""
+    ) -> Finished | None:
+        """End a request for a reason found elsewhere: a stop string, a lost client, a lost node.
+
+        Its blocks are free on return, or when the plan that holds it is completed; that plan's rows for it are
+        computed and dropped. None if it has ended already.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if request.state == "waiting":
+            del self._waiting[bisect_left(self._waiting, _turn(request), key=_turn)]
+        return self._end(request, reason, now, detail)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those in are served to their end (see `is_idle`)."""
+        self.is_draining = True
+
+    # Steps.
+
+    def plan_step(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can be computed now (all idle, or all in plans in flight)."""
+        slices: list[StepSlice] = []
+        prefills: list[Request] = []
+        preemptions = self.num_preemptions
+        for request in self._running:  # those preempted on the way leave the list behind the current one
+            if request.in_flight:
+                continue
+            start = request.num_computed
+            if len(request.tokens) - start > 1:
+                prefills.append(request)
+            elif (
+                start >> BLOCK_SHIFT < len(request.block_table) or self._make_room(request, start + 1) > start
+            ):
+                slices.append(StepSlice(request, start, 1, True))
+        rows_left = self.settings.max_rows - len(slices)
+        if self._may_seat and rows_left and self.num_preemptions == preemptions:
+            prefills += self._seat_waiting(now)
+            prefills.sort(key=_age)
+        if prefills and rows_left:
+            self._plan_prefills(prefills, rows_left, slices)
+            if self.num_preemptions != preemptions:  # an older prefill may have taken a planned one's blocks
+                slices = [piece for piece in slices if piece.request.state == "running"]
+        if not slices:
+            return None
+        num_rows = 0
+        for piece in slices:
+            piece.request.in_flight = True
+            num_rows += piece.count
+            if piece.request.first_planned_s is None:
+                piece.request.first_planned_s = now
+        self._num_planned += 1
+        plan = StepPlan(tuple(slices), num_rows, self._num_planned)
+        self._plans[plan.step_index] = plan
+        return plan
+
+    def complete(
+        self,
+        plan: StepPlan,
+        token_of: Mapping[str, int],
+        now: float,
+        *,
+        failed: Mapping[str, str] = _NO_FAILURES,
+    ) -> list[Finished]:
+        """Take in a computed step; returns the requests that ended with it.
+
+        token_of  the chosen token of every request whose slice samples, by request id
+        failed    requests whose rows could not be computed, with the sentence for their client. What they have
+                  cached is forgotten, since nobody knows which of it is sound.
+        """
+        del self._plans[plan.step_index]
+        finished: list[Finished] = []
+        for piece in plan.slices:
+            request = piece.request
+            request.in_flight = False
+            if request.state != "running":
+                self._release_ended(request)
+                continue
+            if failed and request.request_id in failed:
+                for block in request.block_table:
+                    self.pool.forget(block)
+                finished.append(self._end(request, "error", now, failed[request.request_id]))
+                continue
+            end = piece.start + piece.count
+            request.num_computed = end
+            if end >> BLOCK_SHIFT != piece.start >> BLOCK_SHIFT:
+                self._register_full_blocks(request, piece.start, end)
+            if not piece.samples:
+                continue
+            token = token_of[request.request_id]
+            request.tokens.append(token)
+            request.output_ids.append(token)
+            if request.first_token_s is None:
+                request.first_token_s = now
+            if token in request.stop_ids:
+                finished.append(self._end(request, "stop", now, ""))
+            elif len(request.tokens) >= request.token_limit:
+                finished.append(self._end(request, "length", now, ""))
+        return finished
+
+    def abandon(self, plan: StepPlan) -> None:
+        """The step did not happen (a node was lost on the way): its rows are planned again."""
+        del self._plans[plan.step_index]
+        for piece in plan.slices:
+            piece.request.in_flight = False
+            if piece.request.state != "running":
+                self._release_ended(piece.request)
+
+    # How it is done.
+
+    def _enqueue(self, request: Request) -> None:
+        request.state = "waiting"
+        insort(self._waiting, request, key=_turn)
+        self._may_seat = True
+
+    def _seat_waiting(self, now: float) -> list[Request]:
+        """Seat waiting requests while seats and blocks last, in order of due time (rule: module docstring)."""
+        seated: list[Request] = []
+        promised = sum(
+            max(0, blocks_for(len(request.tokens)) - len(request.block_table)) for request in self._running
+        )
+        index = 0
+        while self._seats and index < min(len(self._waiting), _PASSERS_TRIED):
+            request = self._waiting[index]
+            took = self._seat(request, promised)
+            if took is not None:
+                del self._waiting[index]
+                promised += took
+                seated.append(request)
+            elif now >= request.due_s:
+                break
+            else:
+                index += 1
+        # Without a seat, or blocks, it is pointless to look again before something ends, comes or is preempted.
+        self._may_seat = False
+        return seated
+
+    def _seat(self, request: Request, promised: int) -> int | None:
+        """Seat a request if its blocks are there; returns how many it will still take, None if they are not."""
+        num_tokens = len(request.tokens)
+        extend_hashes(request.block_hashes, request.chain_seed, request.tokens, num_tokens >> BLOCK_SHIFT)
+        found = self.pool.match(request.block_hashes, reusable_blocks(num_tokens))
+        left_free = self.pool.num_free - sum(self.pool.references(block) == 0 for block in found)
+        needed = blocks_for(num_tokens) - len(found)
+        # One block more per running request, so that their next tokens do not preempt the newcomer at once.
+        if needed + promised + len(self._running) > left_free:
+            return None
+        request.state = "running"
+        request.seat = self._seats.pop()
+        self._take_found(request, found)
+        insort(self._running, request, key=_age)
+        return needed
+
+    def _take_found(self, request: Request, found: Sequence[int]) -> None:
+        self.pool.share(found)
+        request.block_table += found
+        request.num_computed = len(request.block_table) << BLOCK_SHIFT
+        cached = len(found) << BLOCK_SHIFT
+        request.num_cached += cached
+        self.num_cached_tokens += cached
+        self._new_version(request)
+
+    def _plan_prefills(self, prefills: list[Request], rows: int, slices: list[StepSlice]) -> None:
+        for request in prefills:  # others may have computed the next blocks since it was seated
+            held = len(request.block_table)
+            if request.num_computed == held << BLOCK_SHIFT:
+                most = reusable_blocks(len(request.tokens)) - held
+                found = self.pool.match(request.block_hashes[held : held + max(0, most)], most)
+                if found:
+                    self._take_found(request, found)
+                    self._may_seat = True
+        shares = share_rows([len(request.tokens) - request.num_computed for request in prefills], rows)
+        for request, share in zip(prefills, shares, strict=True):
+            if share == 0 or request.state != "running":
+                continue
+            start = request.num_computed
+            end = start + share
+            if end < len(request.tokens) and end & ~BLOCK_MASK > start:
+                end &= ~BLOCK_MASK  # end with a full block: it can be shared, and the next one found
+            end = self._make_room(request, end)
+            if end > start:
+                slices.append(StepSlice(request, start, end - start, end == len(request.tokens)))
+
+    def _make_room(self, request: Request, end: int) -> int:
+        """Give the request blocks for its tokens up to `end`; returns up to where it has them."""
+        table = request.block_table
+        needed = blocks_for(end) - len(table)
+        if needed > 0:
+            while self.pool.num_free < needed and self._preempt_younger_than(request):
+                pass
+            needed = min(needed, self.pool.num_free)
+            if needed:
+                table += self.pool.allocate(needed)
+                self._new_version(request)
+        return min(end, len(table) << BLOCK_SHIFT)
+
+    def _preempt_younger_than(self, request: Request) -> bool:
+        for victim in reversed(self._running):
+            if victim is request:
+                return False
+            if not victim.in_flight:
+                self._running.remove(victim)
+                self._release(victim)
+                victim.num_computed = 0
+                victim.num_preemptions += 1
+                self.num_preemptions += 1
+                self._enqueue(victim)
+                return True
+        return False
+
+    def _register_full_blocks(self, request: Request, start: int, end: int) -> None:
+        full = end >> BLOCK_SHIFT
+        extend_hashes(request.block_hashes, request.chain_seed, request.tokens, full)
+        for index in range(start >> BLOCK_SHIFT, full):
+            self.pool.register(request.block_table[index], request.block_hashes[index])
+
+    def _end(self, request: Request, reason: FinishReason, now: float, detail: str) -> Finished:
+        was_running = request.state == "running"
+        request.state = "finished"
+        request.finish_reason = reason
+        request.finish_detail = detail
+        request.finished_s = now
+        del self._requests[request.request_id]
+        if was_running:
+            self._running.remove(request)
+            if request.in_flight:
+                self._ended_in_flight[request.request_id] = request
+            else:
+                self._release(request)
+        self._may_seat = True
+        return Finished(request, reason, detail)
+
+    def _release_ended(self, request: Request) -> None:
+        del self._ended_in_flight[request.request_id]
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """Give back blocks and seat. The table is replaced, not emptied: a runner may still hold the old one."""
+        self.pool.release(request.block_table)
+        request.block_table = []
+        self._seats.append(request.seat)
+        request.seat = -1
+        self._new_version(request)
+        self._may_seat = True
+
+    def _new_version(self, request: Request) -> None:
+        self._last_version += 1
+        request.version = self._last_version
+
+    def check(self) -> None:
+        """Assert what must hold between any two calls."""
+        holders = [*self._running, *self._ended_in_flight.values()]
+        self.pool.check([request.block_table for request in holders])
+        seats = [request.seat for request in holders]
+        assert sorted(seats + self._seats) == list(range(self.settings.max_running)), (
+            f"seats {seats}, {self._seats}"
+        )
+        assert self._running == sorted(self._running, key=_age), "running requests are out of order"
+        assert self._waiting == sorted(self._waiting, key=_turn), "waiting requests are out of order"
+        known = self._waiting + self._running
+        assert len(known) == len(self._requests), "a request is lost, or in two places"
+        assert all(self._requests[request.request_id] is request for request in known)
+        planned = [piece.request for plan in self._plans.values() for piece in plan.slices]
+        assert len({id(request) for request in planned}) == len(planned), "a request is in two plans"
+        for request in self._waiting:
+            assert request.state == "waiting" and not request.in_flight and request.seat == -1, request
+            assert not request.block_table and request.num_computed == 0, request
+        for request in self._running:
+            assert request.state == "running", request
+            assert request.num_computed < len(request.tokens) < request.token_limit, request
+        for request in self._ended_in_flight.values():
+            assert request.state == "finished" and request.in_flight, request
+        for request in holders:
+            assert request.in_flight == any(request is other for other in planned), request
+            assert request.num_computed <= len(request.block_table) << BLOCK_SHIFT, request
+            assert request.tokens == request.prompt_ids + request.output_ids, request
+            for block in request.block_table[request.num_computed >> BLOCK_SHIFT :]:
+                assert self.pool.references(block) == 1, f"{request} writes block {block}, which others use"
+                assert self.pool.hash_of(block) is None, f"{request} writes block {block}, which can be found"
+
+
+def _age(request: Request) -> tuple[float, int]:
+    return request.age
+
+
+def _turn(request: Request) -> tuple[float, tuple[float, int]]:
+    return request.due_s, request.age
