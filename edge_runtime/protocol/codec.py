@@ -1,0 +1,232 @@
+"""Turn messages into frames and frames into messages. The only module that knows bytes.
+
+    frame 0   magic "EDGE" | u16 version | u32 crc32 of what follows | header (MessagePack)
+    header    [tag, call id, epoch, seconds left or nil, [[dtype, shape], ...], body]   body: a packed map of fields
+    frame 1.. one per tensor, raw, little endian, C order
+
+Bytes from outside are never trusted: every length is checked before anything of that length is made, and whatever is
+wrong is a `BadMessage` of one sentence. Nothing here knows sockets, peers or what a message is for.
+"""
+
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+import msgspec
+import numpy
+from numpy.typing import NDArray
+
+from edge_runtime.errors import ProtocolError
+from edge_runtime.protocol.messages import MESSAGES, PROTOCOL_VERSION, Message
+
+MAX_TENSORS = 8
+MAX_NDIM = 4
+MAX_DIM = 2**31 - 1
+MAX_FRAME_BYTES = 128 << 20  # 4096 rows of 8192 float32
+MAX_BODY_BYTES = max(cls.max_body_bytes for cls in MESSAGES.values())
+MAX_HEADER_BYTES = MAX_BODY_BYTES + 1024
+MAX_TTL_S = 1e7
+
+MAGIC = b"EDGE"
+_PREFIX = struct.Struct("<4sHI")
+_PREFIX_BYTES = _PREFIX.size
+_SAFE_BODY_BYTES = 512  # so short that false lengths inside it cannot cost memory
+
+_DTYPES = {
+    "float32": numpy.dtype("<f4"),
+    "bfloat16": numpy.dtype("<u2"),  # numpy has no bfloat16: its 16 bits travel as uint16
+    "float16": numpy.dtype("<f2"),
+    "int8": numpy.dtype("i1"),
+    "uint8": numpy.dtype("u1"),
+    "int32": numpy.dtype("<i4"),
+    "int64": numpy.dtype("<i8"),
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BODY_LIMITS = {tag: cls.max_body_bytes for tag, cls in MESSAGES.items()}
+
+Frame = bytes | memoryview
+
+
+class BadMessage(ProtocolError):
+    """Bytes that are no message of ours. kind: one word to count by, such as "magic", "crc" or "tensor"."""
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kind = kind
+
+
+class VersionMismatch(BadMessage):
+    """A message of ours, but of another protocol version, which `found` tells so that it can be answered."""
+
+    def __init__(self, found: int) -> None:
+        super().__init__(
+            "version", f"the message is of protocol version {found}, expected {PROTOCOL_VERSION}"
+        )
+        self.found = found
+
+
+class Envelope(NamedTuple):
+    """A message and what travels with it.
+
+    call_id  pairs a reply with its call; 0 if nobody waits
+    epoch    of the placement the sender works with
+    ttl_s    seconds the sender will still wait, None for ever; a length, since clocks differ between machines
+    tensors  arrays over the frames' own memory (bfloat16 as uint16), in the order of the message's `tensors`
+    """
+
+    message: Message
+    call_id: int = 0
+    epoch: int = 0
+    ttl_s: float | None = None
+    tensors: tuple[NDArray[Any], ...] = ()
+
+
+def encode(
+    message: Message,
+    *,
+    call_id: int = 0,
+    epoch: int = 0,
+    ttl_s: float | None = None,
+    tensors: Sequence[NDArray[Any]] = (),
+) -> list[Frame]:
+    """Frames of a message. Tensor frames are views of the arrays, not copies.
+
+    Arrays are numpy's or anything that numpy sees without a copy, such as a float32 CPU tensor of torch; bfloat16 is
+    given as uint16. What cannot travel (too long, text that is not Unicode) is a BadMessage.
+    """
+    kind = type(message)
+    if len(tensors) != len(kind.tensors):
+        raise ValueError(f"{kind.__name__} carries {len(kind.tensors)} tensors, given {len(tensors)}")
+    described, frames = [], [b""]
+    for index, tensor in enumerate(tensors):
+        array = tensor if type(tensor) is numpy.ndarray else numpy.asarray(tensor)
+        name, spec = _DTYPE_NAMES.get(array.dtype), kind.tensors[index]
+        if name not in spec.dtypes or array.ndim != spec.ndim:
+            raise ValueError(f"{kind.__name__}.{spec.name} is {array.dtype}[{array.ndim}-d], expected {spec}")
+        if array.nbytes > MAX_FRAME_BYTES:
+            raise BadMessage(
+                "size", f"{kind.__name__}.{spec.name} has {array.nbytes} bytes, at most {MAX_FRAME_BYTES}"
+            )
+        described.append((name, array.shape))
+        frames.append((array if array.flags.c_contiguous else numpy.ascontiguousarray(array)).data)
+    fields = msgspec.to_builtins(message)
+    tag = fields.pop("type")
+    try:
+        body = msgpack.packb(fields)
+    except (UnicodeEncodeError, OverflowError, ValueError) as error:
+        raise BadMessage("body", f"{tag} holds a value that cannot be sent: {error}") from error
+    if len(body) > _BODY_LIMITS[tag]:
+        raise BadMessage(
+            "size", f"{tag} would be {len(body)} bytes long, at most {_BODY_LIMITS[tag]} are allowed"
+        )
+    header = msgpack.packb((tag, call_id, epoch, ttl_s, described, body))
+    frames[0] = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, zlib.crc32(header)) + header
+    return frames
+
+
+def decode(frames: Sequence[Frame]) -> Envelope:
+    """The message in `frames`; BadMessage for anything else, VersionMismatch for another version of ours."""
+    if not 1 <= len(frames) <= 1 + MAX_TENSORS:
+        raise BadMessage("frames", f"a message has 1 to {1 + MAX_TENSORS} frames, found {len(frames)}")
+    tag, call_id, epoch, ttl_s, described, body = _open_header(memoryview(frames[0]))
+    cls = MESSAGES.get(tag)
+    if cls is None:
+        raise BadMessage("type", f"unknown message type {tag!r}; is the other side newer?")
+    if len(body) > cls.max_body_bytes:
+        raise BadMessage("size", f"{tag} is {len(body)} bytes long, at most {cls.max_body_bytes} are allowed")
+    if not len(described) == len(frames) - 1 == len(cls.tensors):
+        raise BadMessage(
+            "tensor",
+            f"{tag} has {len(cls.tensors)} tensors, found {len(described)} in {len(frames) - 1} frames",
+        )
+    tensors = tuple(
+        [_open_tensor(tag, *three) for three in zip(cls.tensors, described, frames[1:], strict=True)]
+    )
+    if tag == "expert_call" and tensors[1].shape != tensors[2].shape:
+        raise BadMessage(
+            "tensor", f"{tag} has {tensors[1].size} pair rows but {tensors[2].size} pair experts"
+        )
+    try:
+        message = msgspec.convert(_unpack_body(tag, body), cls)
+    except msgspec.ValidationError as error:
+        raise BadMessage("body", f"{tag} is not as expected: {error}") from error
+    return Envelope(message, call_id, epoch, ttl_s, tensors)
+
+
+def _open_header(frame: memoryview) -> list[Any]:
+    size = frame.nbytes
+    if not _PREFIX_BYTES < size <= MAX_HEADER_BYTES or frame.ndim != 1 or frame.itemsize != 1:
+        raise BadMessage(
+            "size", f"a header has {_PREFIX_BYTES + 1} to {MAX_HEADER_BYTES} bytes, found {size}"
+        )
+    magic, version, crc = _PREFIX.unpack_from(frame)
+    if magic != MAGIC:
+        raise BadMessage("magic", f"a message starts with {MAGIC!r}, found {magic!r}")
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatch(version)
+    rest = frame[_PREFIX_BYTES:]
+    if zlib.crc32(rest) != crc:
+        raise BadMessage("crc", "the header was damaged on the way: its checksum differs")
+    try:
+        header = msgpack.unpackb(
+            rest, max_array_len=16, max_map_len=0, max_str_len=64, max_bin_len=MAX_BODY_BYTES, max_ext_len=0
+        )
+    except Exception as error:  # msgpack raises many unrelated kinds, all of them about these bytes
+        raise BadMessage("header", f"the header is not the MessagePack expected: {error}") from error
+    if type(header) is not list or len(header) < 6:
+        raise BadMessage("header", "the header is not a list of at least 6 values")
+    tag, call_id, epoch, ttl_s, described, body = header = header[:6]
+    if (
+        type(tag) is not str
+        or type(call_id) is not int
+        or type(epoch) is not int
+        or call_id < 0
+        or epoch < 0
+        or type(described) is not list
+        or type(body) is not bytes
+    ):
+        raise BadMessage("header", "the header's values are not [tag, call id, epoch, ttl, tensors, body]")
+    if ttl_s is not None and not (type(ttl_s) in (float, int) and 0 <= ttl_s <= MAX_TTL_S):
+        raise BadMessage(
+            "header", f"the time left is {ttl_s!r}, expected 0 to {MAX_TTL_S} seconds or nothing"
+        )
+    return header
+
+
+def _open_tensor(tag: str, spec: Any, described: Any, frame: Frame) -> NDArray[Any]:
+    """An array over the frame's memory, once dtype, shape and length agree."""
+    where = spec.name
+    if type(described) is not list or len(described) != 2 or type(described[1]) is not list:
+        raise BadMessage("tensor", f"{tag}.{where} is not described as [dtype, shape]")
+    name, shape = described
+    if type(name) is not str or name not in spec.dtypes:
+        raise BadMessage("tensor", f"{tag}.{where} is {name!r}, expected one of {', '.join(spec.dtypes)}")
+    if len(shape) != spec.ndim or len(shape) > MAX_NDIM:
+        raise BadMessage("tensor", f"{tag}.{where} has {len(shape)} dimensions, expected {spec.ndim}")
+    for dim in shape:
+        if type(dim) is not int or not 0 <= dim <= MAX_DIM:
+            raise BadMessage("tensor", f"{tag}.{where} has a dimension of {dim!r}, expected 0 to {MAX_DIM}")
+    dtype = _DTYPES[name]
+    expected = math.prod(shape) * dtype.itemsize  # Python's integers do not overflow
+    size = frame.nbytes if type(frame) is memoryview else len(frame)
+    if size != expected or size > MAX_FRAME_BYTES:
+        raise BadMessage("tensor", f"{tag}.{where} of shape {shape} needs {expected} bytes, found {size}")
+    array = numpy.frombuffer(frame, dtype)
+    if not array.flags.aligned:  # a short frame lies anywhere in ZeroMQ's receive buffer
+        array = array.copy()
+    return array.reshape(shape)
+
+
+def _unpack_body(tag: str, body: bytes) -> Any:
+    """The map in `body`. A false length would make msgpack set aside 8 bytes per element claimed, at each depth."""
+    try:
+        if len(body) > _SAFE_BODY_BYTES:
+            scan = msgpack.Unpacker(None, max_buffer_size=len(body), max_ext_len=0)
+            scan.feed(body)
+            scan.skip()  # walks the whole value without making any of it
+        return msgpack.unpackb(body, max_ext_len=0)
+    except Exception as error:  # msgpack raises many unrelated kinds, all of them about these bytes
+        raise BadMessage("body", f"{tag} does not hold the MessagePack expected: {error}") from error

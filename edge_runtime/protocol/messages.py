@@ -1,0 +1,402 @@
+"""Everything that two processes of a cluster can say to each other, as frozen structs.
+
+A message says what it means and nothing of how it travels: call id, epoch of the sender, time left and tensors are
+the envelope's (`codec.py`). A new field has a default; a field that a reader does not know is ignored. The tag on the
+wire is the class name in snake case. This module knows no bytes, sockets or engine.
+"""
+
+import re
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from msgspec import Meta, Struct
+
+from edge_runtime.errors import Refusal
+
+PROTOCOL_VERSION = 1
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Name = Annotated[str, Meta(max_length=256)]
+Seconds = Annotated[float, Meta(ge=0)]
+Scalar = int | float | bool | str | None
+
+
+class TensorSpec(NamedTuple):
+    """One tensor that a message carries: its name in errors, the dtypes allowed, its number of dimensions."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    ndim: int
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class Message(Struct, frozen=True, tag=snake_case, tag_field="type"):
+    """Root of all messages. `tensors`: what follows the header, `max_body_bytes`: how long the packed fields may be."""
+
+    tensors: ClassVar[tuple[TensorSpec, ...]] = ()
+    max_body_bytes: ClassVar[int] = 64 << 10
+
+
+# --- who is there ---------------------------------------------------------------------------------------------------
+
+
+class _Identity(Message, frozen=True):
+    """Who speaks and what it would compute with.
+
+    node          name in the topology file; of a client, any name
+    model_hash, dtype, calibration_hash, numerics
+                  what must be equal on both sides for their rows to mean the same; empty if not known (yet)
+    incarnation   random hex, new with every start of the process
+    expert_address  where this process answers ExpertCall, empty if nowhere
+    """
+
+    node: Name
+    role: Literal["node", "home", "coordinator", "client"] = "node"
+    protocol: Count = PROTOCOL_VERSION
+    model_hash: Name = ""
+    dtype: Name = ""
+    calibration_hash: Name = ""
+    numerics: Name = ""
+    pid: Count = 0
+    incarnation: Name = ""
+    expert_address: Name = ""
+
+
+class Hello(_Identity, frozen=True):
+    """First message on a connection. Answered by Welcome or Refused."""
+
+
+class Welcome(_Identity, frozen=True):
+    """The answer to Hello: the other side's identity."""
+
+
+class Refused(Message, frozen=True):
+    """An ordinary "no" to the message whose call id (or request id) this carries. Fields as in `Refusal`."""
+
+    reason: Name
+    detail: str
+    retry_after_s: Seconds | None = None
+    request_id: Name = ""
+
+    @classmethod
+    def of(cls, refusal: Refusal, request_id: str = "") -> "Refused":
+        return cls(refusal.reason, str(refusal), refusal.retry_after_s, request_id)
+
+    def as_error(self) -> Refusal:
+        return Refusal(self.reason, self.detail, self.retry_after_s)
+
+
+def refuse_mismatch(theirs: Hello | Welcome, ours: Hello | Welcome) -> Refused | None:
+    """Say why `theirs` cannot work with `ours`, with both values; None if it can.
+
+    A value that either side does not know yet is not compared.
+    """
+    if theirs.protocol != ours.protocol:
+        return Refused(
+            "version", f"{ours.node} speaks protocol {ours.protocol}, {theirs.node} {theirs.protocol}"
+        )
+    for field in ("model_hash", "dtype", "calibration_hash", "numerics"):
+        found, expected = getattr(theirs, field), getattr(ours, field)
+        if found and expected and found != expected:
+            what = field.replace("_", " ")
+            return Refused(
+                field.removesuffix("_hash"), f"{what}: {ours.node} has {expected}, {theirs.node} has {found}"
+            )
+    return None
+
+
+class NodeReport(Struct, frozen=True):
+    """What a node says of itself in each heartbeat; counts are since the start of the process.
+
+    state          "joining", "loading", "ready", "draining" or "failed"
+    epoch          of the placement it serves, 0 before the first
+    waiting, running  requests whose home it is
+    bad_frames     messages dropped because they were not ours
+    busy_s         time spent in steps and in peers' expert calls
+    numbers        any further counter, by name
+    """
+
+    state: Name = "joining"
+    epoch: Count = 0
+    rss_bytes: Count = 0
+    planned_bytes: Count = 0
+    kv_blocks_free: Count = 0
+    kv_blocks_total: Count = 0
+    waiting: Count = 0
+    running: Count = 0
+    tokens_generated: Count = 0
+    calls_served: Count = 0
+    rows_served: Count = 0
+    bad_frames: Count = 0
+    prefix_hits: Count = 0
+    busy_s: Seconds = 0.0
+    numbers: dict[str, float] = {}
+
+
+class Heartbeat(Message, frozen=True):
+    sequence: Count
+    report: NodeReport = NodeReport()
+
+
+class HeartbeatReply(Message, frozen=True):
+    sequence: Count
+
+
+# --- who holds what -------------------------------------------------------------------------------------------------
+
+
+class PeerAddress(Struct, frozen=True):
+    """Where a node listens. public_key: its CURVE key (z85), empty without keys."""
+
+    name: Name
+    address: Name
+    public_key: Name = ""
+    expert_address: Name = ""
+
+
+class Share(Struct, frozen=True):
+    """What one node holds: trunk layers [first_layer, last_layer), and by layer the ids of its experts, ascending."""
+
+    first_layer: Index = 0
+    last_layer: Index = 0
+    experts: list[list[Index]] = []
+    kv_blocks: Count = 0
+
+
+class Deploy(Message, frozen=True):
+    """Load this share, then answer Deployed or DeployFailed; DeployProgress meanwhile.
+
+    epoch     of the placement to load
+    hosts     by layer, by expert: indices into `peers` of the nodes that hold it; a dense layer is an empty list
+    settings  the engine's plain settings by name; the receiver checks them
+    """
+
+    max_body_bytes: ClassVar[int] = 2 << 20
+
+    epoch: Count
+    share: Share
+    hosts: list[list[list[Index]]] = []
+    peers: list[PeerAddress] = []
+    settings: dict[str, Scalar] = {}
+    model_hash: Name = ""
+
+
+class DeployProgress(Message, frozen=True):
+    epoch: Count
+    bytes_done: Count
+    bytes_total: Count
+    what: str = ""
+
+
+class Deployed(Message, frozen=True):
+    epoch: Count
+    weight_bytes: Count
+    rss_bytes: Count = 0
+
+
+class DeployFailed(Message, frozen=True):
+    epoch: Count
+    reason: str
+
+
+class PeersChanged(Message, frozen=True):
+    """The nodes that are alive now, by name; all others of the epoch's placement are lost."""
+
+    epoch: Count
+    alive: list[Name]
+
+
+# --- the token path -------------------------------------------------------------------------------------------------
+
+
+class ExpertCall(Message, frozen=True):
+    """Run experts of one layer for rows of a step.
+
+    rows          [Rq, D] float32 | bfloat16   each row once, however many of its experts are asked for
+    pair_rows     [P]     int32                index into rows: 0..Rq-1 (the receiver checks the values)
+    pair_experts  [P]     int32                the expert to apply to that row
+    """
+
+    max_body_bytes: ClassVar[int] = 1 << 10
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (
+        TensorSpec("rows", ("float32", "bfloat16"), 2),
+        TensorSpec("pair_rows", ("int32",), 1),
+        TensorSpec("pair_experts", ("int32",), 1),
+    )
+
+    layer: Index
+
+
+class ExpertReply(Message, frozen=True):
+    """The answer to ExpertCall: outputs [P, D] float32, unweighted, in the order of the pairs.
+
+    compute_s  time the host spent computing, without the wire
+    """
+
+    max_body_bytes: ClassVar[int] = 1 << 10
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("outputs", ("float32", "bfloat16"), 2),)
+
+    layer: Index
+    compute_s: Seconds = 0.0
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+class _Prompt(Message, frozen=True):
+    """A request for text. Exactly one of prompt, messages and prompt_ids is given.
+
+    messages    a chat: maps with "role" and "content", for the model's chat template
+    sampling    fields of the engine's SamplingParams by name; the engine checks them
+    output_ids  tokens already delivered: the answer goes on after them (a request that moved home)
+    credit      how many Tokens messages may be on their way before a Credit is awaited
+    trace       whether Finished tells what each node did, step by step
+    stream      whether Tokens are wanted as they come, or one Tokens with everything
+    """
+
+    max_body_bytes: ClassVar[int] = 2 << 20
+
+    request_id: Name
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_ids: list[Index] | None = None
+    sampling: dict[str, int | float | bool | str | list[int | str] | None] = {}
+    output_ids: list[Index] = []
+    salt: Name = ""
+    credit: Count = 64
+    trace: bool = False
+    stream: bool = True
+
+
+class Submit(_Prompt, frozen=True):
+    """From a client to the coordinator."""
+
+
+class Generate(_Prompt, frozen=True):
+    """From the coordinator to the node that becomes the request's home."""
+
+
+class Accepted(Message, frozen=True):
+    """The request is queued at `node`; its tokens follow."""
+
+    request_id: Name
+    node: Name
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Natural logarithms: of the token chosen, and of the best ones as [token id, logprob] pairs, best first."""
+
+    token_id: Index
+    logprob: float
+    top: list[tuple[Index, float]] = []
+
+
+class Tokens(Message, frozen=True):
+    """Part of an answer. index: how many tokens of the answer came before; text: what they add, whole characters."""
+
+    request_id: Name
+    index: Count
+    token_ids: list[Index]
+    text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+
+    max_body_bytes: ClassVar[int] = 2 << 20
+
+
+class Timing(Struct, frozen=True):
+    """Seconds of one request at its home: waiting, prompt, answer; to the first token; per further token."""
+
+    queued_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+    decode_s: Seconds = 0.0
+    ttft_s: Seconds = 0.0
+    tpot_s: Seconds = 0.0
+
+
+class Finished(Message, frozen=True):
+    """The end of an answer.
+
+    cached_tokens  prompt tokens whose KV was there already
+    nodes          by node name, what it did for this request (counts and seconds by name)
+    bill           share of gate weight served exactly here, exactly elsewhere, ... by name
+    trace          one map per step, if asked for
+    """
+
+    max_body_bytes: ClassVar[int] = 2 << 20
+
+    request_id: Name
+    finish_reason: Literal["stop", "length", "abort"]
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+    cached_tokens: Count = 0
+    timing: Timing = Timing()
+    nodes: dict[str, dict[str, Any]] = {}
+    bill: dict[str, Any] = {}
+    trace: list[dict[str, Any]] | None = None
+
+
+class Failed(Message, frozen=True):
+    """The end of a request that cannot be answered.
+
+    kind     whose fault: "user" (exit code 2) or "cluster" (exit code 3)
+    reason   one word for programs; detail: one sentence for people
+    node, experts  who was missing, and which experts as [layer, index] pairs
+    """
+
+    request_id: Name
+    kind: Literal["user", "cluster"]
+    reason: Name
+    detail: str
+    node: Name = ""
+    experts: list[tuple[Index, Index]] = []
+
+
+class Abort(Message, frozen=True):
+    """Stop the request and free what it holds. Answered by Finished with reason "abort", if it was still known."""
+
+    request_id: Name
+
+
+class Credit(Message, frozen=True):
+    """`count` more Tokens messages of this request may be sent."""
+
+    request_id: Name
+    count: Count
+
+
+# --- operations -----------------------------------------------------------------------------------------------------
+
+
+class StatusQuery(Message, frozen=True):
+    pass
+
+
+class StatusReply(Message, frozen=True):
+    """What `status --json` prints, as a plain map."""
+
+    max_body_bytes: ClassVar[int] = 2 << 20
+
+    body: dict[str, Any]
+
+
+class Stop(Message, frozen=True):
+    """Refuse new work, finish what runs, then end. Answered by Stopping."""
+
+    reason: str = ""
+
+
+class Stopping(Message, frozen=True):
+    """This process goes away on purpose: do not wait for it."""
+
+    reason: str = ""
+
+
+def _concrete(root: type[Message]) -> list[type[Message]]:
+    found = [] if root.__name__.startswith("_") or root is Message else [root]
+    return found + [cls for child in root.__subclasses__() for cls in _concrete(child)]
+
+
+MESSAGES: dict[str, type[Message]] = {snake_case(cls.__name__): cls for cls in _concrete(Message)}

@@ -1,0 +1,123 @@
+"""Call several peers at once: send to all, then receive in order under one deadline. The token path's transport.
+
+A reply is matched by its call id; one that comes too late for its call is dropped and counted. What went wrong with a
+peer is that peer's outcome, a value. Works with any channel; knows nothing of experts.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from edge_runtime.clock import Clock, SystemClock
+from edge_runtime.errors import DeadlinePassed, PeerError, PeerLost, ProtocolError, Refusal
+from edge_runtime.protocol import BadMessage, Envelope, Message, Refused
+from edge_runtime.transport.endpoint import Sent, next_call_id
+
+_SLICE_S = 0.02  # how often a wait looks whether the peer is still there
+
+Outcome = Envelope | PeerError | Refusal
+
+
+class CallChannel(Protocol):
+    """What a fan-out needs of a channel."""
+
+    name: str
+
+    def send(
+        self,
+        message: Message,
+        *,
+        call_id: int = 0,
+        epoch: int = 0,
+        ttl_s: float | None = None,
+        tensors: Sequence[Any] = (),
+        zero_copy: bool = False,
+    ) -> Sent: ...
+
+    def receive(self, timeout_s: float) -> Envelope | None: ...
+
+    def is_lost(self) -> bool: ...
+
+    def lost_error(self) -> PeerLost: ...
+
+
+class Pending(NamedTuple):
+    """A call on its way: to whom, under which id, until when. sent: what became of it at each channel."""
+
+    call_id: int
+    sent_s: float
+    deadline_s: float
+    channels: Sequence[CallChannel]
+    sent: list[Sent]
+
+
+class PeerCalls:
+    """Fan-out calls of one thread. `counters`: "calls", "stale", "lost", "late", "bad", "refused", "full"."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.counters: Counter[str] = Counter()
+        self._clock = clock or SystemClock()
+
+    def send(
+        self,
+        channels: Sequence[CallChannel],
+        messages: Sequence[Message],
+        tensors: Sequence[Sequence[Any]],
+        *,
+        epoch: int,
+        ttl_s: float,
+        zero_copy: bool = False,
+    ) -> Pending:
+        """Send `messages[i]` with `tensors[i]` to `channels[i]`. ttl_s: the deadline of the whole call."""
+        call_id = next_call_id()
+        sent_s = self._clock.now()
+        sent = [
+            channel.send(
+                message, call_id=call_id, epoch=epoch, ttl_s=ttl_s, tensors=arrays, zero_copy=zero_copy
+            )
+            for channel, message, arrays in zip(channels, messages, tensors, strict=True)
+        ]
+        self.counters["calls"] += len(sent)
+        return Pending(call_id, sent_s, sent_s + ttl_s, channels, sent)
+
+    def receive(self, pending: Pending) -> list[Outcome]:
+        """One outcome per channel: the reply, or why there is none."""
+        return [self._await(pending, *pair) for pair in zip(pending.channels, pending.sent, strict=True)]
+
+    def _await(self, pending: Pending, channel: CallChannel, sent: Sent) -> Outcome:
+        if not sent:
+            return self._not_sent(channel, sent)
+        left = pending.deadline_s - self._clock.now()
+        while True:
+            was_lost = False
+            try:
+                envelope = channel.receive(max(0.0, min(left, _SLICE_S)))
+                if envelope is None and (was_lost := channel.is_lost()):
+                    envelope = channel.receive(0)  # what came before the end counts
+            except BadMessage as error:
+                self.counters["bad"] += 1
+                return ProtocolError(f"{channel.name} sent what is not a message: {error}")
+            if envelope is not None:
+                if envelope.call_id == pending.call_id:
+                    if type(envelope.message) is Refused:
+                        self.counters["refused"] += 1
+                        return envelope.message.as_error()
+                    return envelope
+                self.counters["stale"] += 1
+            elif was_lost:
+                self.counters["lost"] += 1
+                return channel.lost_error()
+            left = pending.deadline_s - self._clock.now()
+            if envelope is None and left <= 0:
+                self.counters["late"] += 1
+                waited = self._clock.now() - pending.sent_s
+                return DeadlinePassed(
+                    f"{channel.name} did not answer call {pending.call_id} within {waited:.3f} s"
+                )
+
+    def _not_sent(self, channel: CallChannel, sent: Sent) -> Outcome:
+        if sent is Sent.FULL:
+            self.counters["full"] += 1
+            return Refusal("busy", f"the queue to {channel.name} is full: {channel.name} does not keep up")
+        self.counters["lost"] += 1
+        return channel.lost_error()
