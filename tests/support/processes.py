@@ -20,7 +20,6 @@ import psutil
 from edge_runtime.clock import SystemClock
 
 _CLOCK = SystemClock()
-_STOP_DEADLINE_S = 15.0
 
 
 class Finished(NamedTuple):
@@ -61,15 +60,22 @@ def accepts_connections(port: int, host: str = "127.0.0.1") -> bool:
 class CliProcess:
     """One running `edge-runtime ARGUMENTS`, in a process group of its own.
 
-    As a context manager it is stopped at the end, with all that it started and did not detach.
+    As a context manager it is stopped at the end, with all that it started and did not detach. `program` replaces
+    the command itself, and `stop_deadline_s` is how long a polite request to end may take before the group is killed.
     """
 
     def __init__(
-        self, *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        *arguments: str | Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        program: Sequence[str] | None = None,
+        stop_deadline_s: float = 15.0,
     ) -> None:
-        self.arguments = [str(argument) for argument in arguments]
+        self._argv = [*(program or _command()), *(str(argument) for argument in arguments)]
+        self._stop_deadline_s = stop_deadline_s
         self._process = subprocess.Popen(
-            [*_command(), *self.arguments],
+            self._argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -137,14 +143,14 @@ class CliProcess:
         if self._process.poll() is None:
             self._process.send_signal(with_signal)
             try:
-                self._process.wait(_STOP_DEADLINE_S)
+                self._process.wait(self._stop_deadline_s)
             except subprocess.TimeoutExpired:
                 pass  # the group is killed below
         try:
             os.killpg(self._process.pid, signal.SIGKILL)  # what it started and left in its group
         except ProcessLookupError:
             pass
-        exit_code = self._process.wait(_STOP_DEADLINE_S)
+        exit_code = self._process.wait(self._stop_deadline_s)
         self._join_readers()
         return Finished(exit_code, self.stdout, self.stderr)
 
@@ -170,13 +176,13 @@ class CliProcess:
     def _join_readers(self) -> None:
         """Wait for the ends of both streams, which a detached grandchild must not hold open."""
         for reader in self._readers:
-            reader.join(_STOP_DEADLINE_S)
+            reader.join(self._stop_deadline_s)
             assert not reader.is_alive(), f"something it started still holds its output; {self._story()}"
 
     def _story(self) -> str:
         with self._changed:
             said = "".join(self._lines)
-        return f"edge-runtime {' '.join(self.arguments)} said:\n{said}"
+        return f"{' '.join(self._argv)} said:\n{said}"
 
 
 def run_cli(
