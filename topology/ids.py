@@ -8,7 +8,7 @@ class ExpertId(NamedTuple):
     """One routed expert: its layer in the model and its index within the layer, both counted from 0."""
 
     layer: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody wants of an id
 
     def __str__(self) -> str:
         return f"layer {self.layer} expert {self.index}"

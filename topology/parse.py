@@ -271,7 +271,7 @@ def _check_nodes(page: _Page, cluster: Values, nodes: list[Values]) -> None:
 
 def _check_links(page: _Page, nodes: list[Values], links: list[Values]) -> None:
     names = [node["name"] for node in nodes if "name" in node]
-    pairs = []
+    pairs: list[tuple[Path, str | None]] = []
     for index, link in enumerate(links):
         path: Path = ("link", index, "between")
         page.require(("link", index), "between", example='between = ["desk", "attic"]')

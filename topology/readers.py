@@ -63,7 +63,7 @@ def read_one_of(what: str, allowed: tuple[str, ...]) -> Callable[[object], str]:
         word = read_text(value)
         if word not in allowed:
             raise ValueError(
-                f'{what} "{word}" is not supported{did_you_mean(word, allowed)}; there are {", ".join(allowed)}'
+                f'{what} "{word}" is not supported{did_you_mean(word, allowed)}; use {", ".join(allowed)}'
             )
         return word
 

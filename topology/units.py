@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
 
+Scales = Mapping[str, int | Fraction]  # unit -> how much it is of the base unit
+
 BINARY_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL_BYTES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BYTES = {**BINARY_BYTES, **DECIMAL_BYTES}
 BITS_PER_SECOND = {"bit/s": 1, "kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9, "Tbit/s": 10**12}
 BYTES_PER_SECOND = {f"{unit}/s": scale for unit, scale in BYTES.items()}
 FLOPS = {"MFLOP/s": 10**6, "GFLOP/s": 10**9, "TFLOP/s": 10**12}
-SECONDS = {
+SECONDS: Scales = {
     "ns": Fraction(1, 10**9),
     "us": Fraction(1, 10**6),
     "ms": Fraction(1, 10**3),
@@ -93,7 +95,7 @@ def format_duration(seconds: float) -> str:
     return _format(seconds, {unit: SECONDS[unit] for unit in ("ns", "us", "ms", "s")})
 
 
-def _parse(text: str, what: str, units: Mapping[str, int | Fraction], example: str) -> Fraction:
+def _parse(text: str, what: str, units: Scales, example: str) -> Fraction:
     match = _FORM.fullmatch(text)
     if match and match[2] in units:
         return Fraction(match[1]) * units[match[2]]
@@ -104,7 +106,7 @@ def _parse(text: str, what: str, units: Mapping[str, int | Fraction], example: s
     )
 
 
-def _format(value: float, units: Mapping[str, int | Fraction]) -> str:
+def _format(value: float, units: Scales) -> str:
     """In the largest unit not above the value, or the smallest; scales are powers of ten: nothing is lost."""
     below = [unit for unit, scale in units.items() if scale <= value] or [next(iter(units))]
     exact = Fraction(Decimal(repr(float(value)))) / Fraction(units[below[-1]])
