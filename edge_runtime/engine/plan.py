@@ -28,8 +28,26 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A request that has left the scheduler, and why; `detail` is a sentence for `error`."""
+    """A request that has left the scheduler, and why; `error` is a sentence if the reason is `error`."""
 
     request: Request
     reason: FinishReason
-    detail: str = ""
+    error: str = ""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the answer, one that ended it included."""
+        return len(self.request.output_ids)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that came from the cache instead of being computed."""
+        return self.request.num_cached

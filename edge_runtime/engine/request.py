@@ -154,9 +154,7 @@ class Request:
         "chain_seed",
         "due_s",
         "exactness",
-        "finish_detail",
         "finish_reason",
-        "finished_s",
         "first_planned_s",
         "first_token_s",
         "in_flight",
@@ -204,10 +202,8 @@ class Request:
         self.state: State = "waiting"
         self.in_flight = False  # part of a plan that is not completed
         self.finish_reason: FinishReason | None = None
-        self.finish_detail = ""
         self.first_planned_s: float | None = None
         self.first_token_s: float | None = None
-        self.finished_s: float | None = None
         self.num_preemptions = 0
         self.age = (arrival_s, 0)  # smaller is older
         self.due_s = arrival_s

@@ -190,13 +190,11 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._enqueue(request)
 
-    def abort(self, request_id: str, now: float) -> Finished | None:
+    def abort(self, request_id: str) -> Finished | None:
         """End a request whose client is gone. None if it has ended already."""
-        return self.finish(request_id, "abort", now)
+        return self.finish(request_id, "abort")
 
-    def finish(
-        self, request_id: str, reason: FinishReason, now: float, *, detail: str = ""
-    ) -> Finished | None:
+    def finish(self, request_id: str, reason: FinishReason, *, error: str = "") -> Finished | None:
         """End a request for a reason found elsewhere: a stop string, a lost client, a lost node.
 
         Its blocks are free on return, or when the plan that holds it is completed; that plan's rows for it are
@@ -207,7 +205,7 @@ class Scheduler:
             return None
         if request.state == "waiting":
             del self._waiting[bisect_left(self._waiting, _turn(request), key=_turn)]
-        return self._end(request, reason, now, detail)
+        return self._end(request, reason, error)
 
     def drain(self) -> None:
         """Refuse new requests from now on; those in are served to their end (see `is_idle`)."""
@@ -276,7 +274,7 @@ class Scheduler:
             if failed and request.request_id in failed:
                 for block in request.block_table:
                     self.pool.forget(block)
-                finished.append(self._end(request, "error", now, failed[request.request_id]))
+                finished.append(self._end(request, "error", failed[request.request_id]))
                 continue
             end = piece.start + piece.count
             request.num_computed = end
@@ -290,9 +288,9 @@ class Scheduler:
             if request.first_token_s is None:
                 request.first_token_s = now
             if token in request.stop_ids:
-                finished.append(self._end(request, "stop", now, ""))
+                finished.append(self._end(request, "stop"))
             elif len(request.tokens) >= request.token_limit:
-                finished.append(self._end(request, "length", now, ""))
+                finished.append(self._end(request, "length"))
         return finished
 
     def abandon(self, plan: StepPlan) -> None:
@@ -411,12 +409,10 @@ class Scheduler:
         for index in range(start >> BLOCK_SHIFT, full):
             self.pool.register(request.block_table[index], request.block_hashes[index])
 
-    def _end(self, request: Request, reason: FinishReason, now: float, detail: str) -> Finished:
+    def _end(self, request: Request, reason: FinishReason, error: str = "") -> Finished:
         was_running = request.state == "running"
         request.state = "finished"
         request.finish_reason = reason
-        request.finish_detail = detail
-        request.finished_s = now
         del self._requests[request.request_id]
         if was_running:
             self._running.remove(request)
@@ -425,7 +421,7 @@ class Scheduler:
             else:
                 self._release(request)
         self._may_seat = True
-        return Finished(request, reason, detail)
+        return Finished(request, reason, error)
 
     def _release_ended(self, request: Request) -> None:
         del self._ended_in_flight[request.request_id]
