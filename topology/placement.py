@@ -120,7 +120,8 @@ def plan_placement(
 def spread_first_copies(shelves: Sequence[Shelf], experts: Sequence[ExpertId]) -> list[ExpertId]:
     """Put each expert on the shelf that is least full for its size; return those that fit nowhere.
 
-    Large experts come first, else they go by layer, so that each shelf gets its share of every layer.
+    Large experts come first, else they go by layer, so that each shelf gets its share of every layer; of the very
+    first layer a little more or less, since each shelf is given one expert before any gets a second.
     """
     queue = [(shelf.fill, -shelf.room_bytes, shelf.node, shelf) for shelf in shelves]
     heapify(queue)
@@ -219,7 +220,7 @@ def _with_experts(plan: NodePlan, shelf: Shelf | None) -> NodePlan:
 
 
 def _refuse_small_nodes(cluster: Cluster, footprint: ModelFootprint) -> None:
-    """Raise for all nodes that cannot hold what they must hold before any expert; the error's numbers are the worst's."""
+    """Raise for all nodes that lack room for what comes before any expert; the error's numbers are the worst's."""
     short = []
     for node in cluster.nodes:
         parts = {

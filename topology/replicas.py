@@ -23,15 +23,17 @@ def add_replicas(
     demand   tokens that each expert receives, in any unit; None if all are alike
 
     Every expert gets a second copy before any gets a third, so that the loss of a node loses as few experts as
-    can be; beyond that the next copy goes to whoever has the most demand per copy. A copy goes to a home
-    rather than to a mere host, since it saves the home a round trip, and there to the emptiest.
+    can be; beyond that the next copy goes to whoever has the most demand per copy, and among equals to the
+    one that the fewest homes have. A copy goes to a home rather than to a mere host, since it saves the home a
+    round trip, and there to the emptiest.
     """
     copies = dict.fromkeys(experts, 1)
 
-    def turn(expert: ExpertId) -> tuple[bool, float, int, int]:
-        # By index before layer: where the room ends early, no layer has been favoured.
+    def turn(expert: ExpertId) -> tuple[bool, float, int, int, int]:
         wanted = demand.get(expert, 0.0) if demand is not None else 1.0
-        return copies[expert] >= 2, -wanted / copies[expert], expert.index, expert.layer
+        num_homes = sum(shelf.is_home and expert in shelf.experts for shelf in shelves)
+        # By index before layer: where the room ends early, no layer has been favoured.
+        return copies[expert] >= 2, -wanted / copies[expert], num_homes, expert.index, expert.layer
 
     queue = [(turn(expert), expert) for expert in experts]
     heapify(queue)
