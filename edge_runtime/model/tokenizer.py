@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from edge_runtime.errors import CheckpointError, RequestError
@@ -58,7 +58,6 @@ class Tokenizer:
         config = read_json_if_present(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(config)
         _add_tokens(backend, config, special_tokens)
-        _set_post_processor(backend, config, special_tokens)
         return cls(
             backend,
             eos_token_ids=_eos_token_ids(folder),
@@ -173,27 +172,6 @@ def _add_tokens(backend: Backend, config: Mapping[str, Any], special_tokens: Map
     for text in [*special_tokens.values(), *_more_special_tokens(config)]:
         if text not in present:
             backend.add_special_tokens([AddedToken(text, special=True)])
-
-
-def _set_post_processor(
-    backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> None:
-    """Add bos and eos as tokenizer_config.json asks; where it says nothing, tokenizer.json has its way."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    names = []
-    if config.get("add_bos_token") and "bos_token" in special_tokens:
-        names.append(special_tokens["bos_token"])
-    num_before = len(names)
-    if config.get("add_eos_token") and "eos_token" in special_tokens:
-        names.append(special_tokens["eos_token"])
-    single = [f"{name}:0" for name in names]
-    single.insert(num_before, "$A:0")
-    backend.post_processor = processors.TemplateProcessing(
-        single=single,
-        pair=[*single, "$B:1"],
-        special_tokens=[(name, backend.token_to_id(name)) for name in names],
-    )
 
 
 def _eos_token_ids(folder: Path) -> frozenset[int]:
