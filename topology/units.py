@@ -99,11 +99,17 @@ def _parse(text: str, what: str, units: Scales, example: str) -> Fraction:
     match = _FORM.fullmatch(text)
     if match and match[2] in units:
         return Fraction(match[1]) * units[match[2]]
-    meant = difflib.get_close_matches(match[2], units, n=1, cutoff=0.5) if match else []
-    hint = f'; did you mean "{match[1]} {meant[0]}"?' if match and meant else ""
+    meant = _nearest_unit(match[2], units) if match else None
+    hint = f'; did you mean "{match[1]} {meant}"?' if match and meant else ""
     raise ValueError(
         f'"{text}" is not {what}: write a number and one of {", ".join(units)}, as in "{example}"{hint}'
     )
+
+
+def _nearest_unit(unit: str, units: Scales) -> str | None:
+    """The unit that differs only in capitals, else one spelled much alike."""
+    alike = [known for known in units if known.lower() == unit.lower()]
+    return next(iter(alike or difflib.get_close_matches(unit, units, n=1, cutoff=0.5)), None)
 
 
 def _format(value: float, units: Scales) -> str:
