@@ -202,7 +202,10 @@ def _load(text: str, source: str) -> dict[str, Any]:
     """`tomllib` with its errors turned into ours."""
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # TOMLDecodeError, or a number or a nesting beyond all measure
         message, _, place = str(error).rpartition(" (at ")
         found = re.match(r"line (\d+), column (\d+)", place)
         line, column = (

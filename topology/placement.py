@@ -120,8 +120,8 @@ def plan_placement(
 def spread_first_copies(shelves: Sequence[Shelf], experts: Sequence[ExpertId]) -> list[ExpertId]:
     """Put each expert on the shelf that is least full for its size; return those that fit nowhere.
 
-    Large experts come first, else they go by layer, so that each shelf gets its share of every layer; of the very
-    first layer a little more or less, since each shelf is given one expert before any gets a second.
+    Large experts come first, else they go by layer, so that each shelf gets its share of every layer, give or take
+    one expert for each other shelf. Each shelf is given one expert before any gets a second.
     """
     queue = [(shelf.fill, -shelf.room_bytes, shelf.node, shelf) for shelf in shelves]
     heapify(queue)

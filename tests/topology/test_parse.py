@@ -1,6 +1,8 @@
 """Topology files: a good one becomes values, a bad one is told all its faults with line and key."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from topology.cluster import Cluster, Link, find_node, is_loopback, split_address
 from topology.errors import ClusterFileError, Fault, TopologyError, UnknownNode
@@ -22,6 +24,25 @@ address = "127.0.0.1:6002"
 memory = "512 MiB"
 roles = ["experts"]
 """
+
+SCRAPS = [
+    "",
+    "\n",
+    '"',
+    "[",
+    "]",
+    "{",
+    "}",
+    "[[node]]\n",
+    "[link]\n",
+    "node = 3\n",
+    "=",
+    "#",
+    "\\",
+    "'",
+    '"""',
+    "1979-05-27",
+]
 
 
 def faults_of(text: str) -> tuple[Fault, ...]:
@@ -328,6 +349,31 @@ def test_a_single_fault_is_one_sentence() -> None:
 
 def test_a_fault_in_a_default_is_told_once_and_not_for_each_node() -> None:
     assert only_fault(f'{GOOD}\n[default_node]\nmemory = "lots"\n').line == 17
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(GOOD)), st.integers(0, 12), st.sampled_from(SCRAPS)),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_a_file_damaged_anywhere_is_read_or_refused_but_nothing_else(
+    damage: list[tuple[int, int, str]],
+) -> None:
+    text = GOOD
+    for at, length, scrap in damage:
+        text = text[:at] + scrap + text[at + length :]
+    try:
+        parse_cluster(text)
+    except ClusterFileError as error:
+        assert all(1 <= fault.line <= text.count("\n") + 1 and fault.message for fault in error.faults)
+
+
+def test_numbers_and_nestings_beyond_all_measure_are_faults() -> None:
+    assert "not valid TOML" in only_fault(f"a = {'9' * 5000}").message
+    assert "not valid TOML" in only_fault(f"a = {'[' * 5000}{']' * 5000}").message
 
 
 def test_keys_allow_addresses_that_others_can_reach() -> None:
