@@ -8,7 +8,6 @@ Bytes from outside are never trusted: every length is checked before anything of
 wrong is a `BadMessage` of one sentence. Nothing here knows sockets, peers or what a message is for.
 """
 
-import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -20,22 +19,20 @@ import numpy
 from numpy.typing import NDArray
 
 from edge_runtime.errors import ProtocolError
-from edge_runtime.protocol.messages import MESSAGES, PROTOCOL_VERSION, Message
+from edge_runtime.protocol import hot
+from edge_runtime.protocol.hot import MAGIC, MAX_DIM, MAX_TTL_S
+from edge_runtime.protocol.messages import MESSAGES, PROTOCOL_VERSION, ExpertCall, ExpertReply, Message
 
 MAX_TENSORS = 8
-MAX_NDIM = 4
-MAX_DIM = 2**31 - 1
 MAX_FRAME_BYTES = 128 << 20  # 4096 rows of 8192 float32
 MAX_BODY_BYTES = max(cls.max_body_bytes for cls in MESSAGES.values())
 MAX_HEADER_BYTES = MAX_BODY_BYTES + 1024
-MAX_TTL_S = 1e7
 
-MAGIC = b"EDGE"
 _PREFIX = struct.Struct("<4sHI")
 _PREFIX_BYTES = _PREFIX.size
 _SAFE_BODY_BYTES = 512  # so short that false lengths inside it cannot cost memory
 
-_DTYPES = {
+_DTYPES: dict[str, numpy.dtype[Any]] = {
     "float32": numpy.dtype("<f4"),
     "bfloat16": numpy.dtype("<u2"),  # numpy has no bfloat16: its 16 bits travel as uint16
     "float16": numpy.dtype("<f2"),
@@ -45,9 +42,27 @@ _DTYPES = {
     "int64": numpy.dtype("<i8"),
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_BODY_LIMITS = {tag: cls.max_body_bytes for tag, cls in MESSAGES.items()}
 
 Frame = bytes | memoryview
+Array = NDArray[Any]
+
+
+class _Wire(NamedTuple):
+    """How one type of message travels. dtypes: by tensor, the numpy dtype of each dtype name allowed."""
+
+    cls: type[Message]
+    max_body_bytes: int
+    dtypes: tuple[dict[str, numpy.dtype[Any]], ...]
+
+
+_WIRES = {
+    tag: _Wire(cls, cls.max_body_bytes, tuple({n: _DTYPES[n] for n in spec.dtypes} for spec in cls.tensors))
+    for tag, cls in MESSAGES.items()
+}
+
+
+_HOT_ENCODERS: dict[type[Message], Any] = {ExpertCall: hot.encode_call, ExpertReply: hot.encode_reply}
+_HOT_DECODERS: dict[int, Any] = {4: hot.decode_call, 2: hot.decode_reply}  # by number of frames
 
 
 class BadMessage(ProtocolError):
@@ -81,7 +96,7 @@ class Envelope(NamedTuple):
     call_id: int = 0
     epoch: int = 0
     ttl_s: float | None = None
-    tensors: tuple[NDArray[Any], ...] = ()
+    tensors: tuple[Array, ...] = ()
 
 
 def encode(
@@ -90,7 +105,7 @@ def encode(
     call_id: int = 0,
     epoch: int = 0,
     ttl_s: float | None = None,
-    tensors: Sequence[NDArray[Any]] = (),
+    tensors: Sequence[Array] = (),
 ) -> list[Frame]:
     """Frames of a message. Tensor frames are views of the arrays, not copies.
 
@@ -100,27 +115,39 @@ def encode(
     kind = type(message)
     if len(tensors) != len(kind.tensors):
         raise ValueError(f"{kind.__name__} carries {len(kind.tensors)} tensors, given {len(tensors)}")
-    described, frames = [], [b""]
-    for index, tensor in enumerate(tensors):
+    write_hot = _HOT_ENCODERS.get(kind)
+    if write_hot and (hot := write_hot(message, call_id, epoch, ttl_s, tensors)):
+        return hot
+    return _encode(message, call_id, epoch, ttl_s, tensors)
+
+
+def _encode(
+    message: Message, call_id: int, epoch: int, ttl_s: float | None, tensors: Sequence[Array]
+) -> list[Frame]:
+    """The plain version of `encode`, for every message."""
+    kind = type(message)
+    described: list[tuple[str, tuple[int, ...]]] = []
+    frames: list[Frame] = [b""]
+    for spec, tensor in zip(kind.tensors, tensors, strict=True):
         array = tensor if type(tensor) is numpy.ndarray else numpy.asarray(tensor)
-        name, spec = _DTYPE_NAMES.get(array.dtype), kind.tensors[index]
-        if name not in spec.dtypes or array.ndim != spec.ndim:
-            raise ValueError(f"{kind.__name__}.{spec.name} is {array.dtype}[{array.ndim}-d], expected {spec}")
+        name, shape = _DTYPE_NAMES.get(array.dtype, ""), array.shape
+        if name not in spec.dtypes or len(shape) != spec.ndim:
+            raise ValueError(f"{kind.__name__}.{spec.name} is {array.dtype} {shape}, expected {spec}")
         if array.nbytes > MAX_FRAME_BYTES:
             raise BadMessage(
-                "size", f"{kind.__name__}.{spec.name} has {array.nbytes} bytes, at most {MAX_FRAME_BYTES}"
+                "size", f"{spec.name} has {array.nbytes} bytes, at most {MAX_FRAME_BYTES} can be sent"
             )
-        described.append((name, array.shape))
+        described.append((name, shape))
         frames.append((array if array.flags.c_contiguous else numpy.ascontiguousarray(array)).data)
     fields = msgspec.to_builtins(message)
     tag = fields.pop("type")
     try:
         body = msgpack.packb(fields)
-    except (UnicodeEncodeError, OverflowError, ValueError) as error:
+    except (OverflowError, ValueError) as error:  # an integer of more than 64 bits, half of a surrogate pair
         raise BadMessage("body", f"{tag} holds a value that cannot be sent: {error}") from error
-    if len(body) > _BODY_LIMITS[tag]:
+    if len(body) > kind.max_body_bytes:
         raise BadMessage(
-            "size", f"{tag} would be {len(body)} bytes long, at most {_BODY_LIMITS[tag]} are allowed"
+            "size", f"{tag} would be {len(body)} bytes long, at most {kind.max_body_bytes} can be sent"
         )
     header = msgpack.packb((tag, call_id, epoch, ttl_s, described, body))
     frames[0] = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, zlib.crc32(header)) + header
@@ -131,29 +158,35 @@ def decode(frames: Sequence[Frame]) -> Envelope:
     """The message in `frames`; BadMessage for anything else, VersionMismatch for another version of ours."""
     if not 1 <= len(frames) <= 1 + MAX_TENSORS:
         raise BadMessage("frames", f"a message has 1 to {1 + MAX_TENSORS} frames, found {len(frames)}")
+    read_hot = _HOT_DECODERS.get(len(frames))
+    if read_hot and (hot := read_hot(frames)):
+        return Envelope(*hot)
+    return _decode(frames)
+
+
+def _decode(frames: Sequence[Frame]) -> Envelope:
+    """The plain version of `decode`, for every message."""
     tag, call_id, epoch, ttl_s, described, body = _open_header(memoryview(frames[0]))
-    cls = MESSAGES.get(tag)
-    if cls is None:
+    wire = _WIRES.get(tag)
+    if wire is None:
         raise BadMessage("type", f"unknown message type {tag!r}; is the other side newer?")
-    if len(body) > cls.max_body_bytes:
-        raise BadMessage("size", f"{tag} is {len(body)} bytes long, at most {cls.max_body_bytes} are allowed")
-    if not len(described) == len(frames) - 1 == len(cls.tensors):
+    if len(body) > wire.max_body_bytes:
+        raise BadMessage(
+            "size", f"{tag} is {len(body)} bytes long, at most {wire.max_body_bytes} are allowed"
+        )
+    if not len(described) == len(frames) - 1 == len(wire.dtypes):
         raise BadMessage(
             "tensor",
-            f"{tag} has {len(cls.tensors)} tensors, found {len(described)} in {len(frames) - 1} frames",
+            f"{tag} has {len(wire.dtypes)} tensors, found {len(described)} in {len(frames) - 1} frames",
         )
-    tensors = tuple(
-        [_open_tensor(tag, *three) for three in zip(cls.tensors, described, frames[1:], strict=True)]
-    )
-    if tag == "expert_call" and tensors[1].shape != tensors[2].shape:
-        raise BadMessage(
-            "tensor", f"{tag} has {tensors[1].size} pair rows but {tensors[2].size} pair experts"
-        )
+    arrays = [_open_tensor(wire, index, two, frames[index + 1]) for index, two in enumerate(described)]
+    if tag == "expert_call" and arrays[1].shape != arrays[2].shape:
+        raise BadMessage("tensor", f"{tag} has {arrays[1].size} pair rows but {arrays[2].size} pair experts")
     try:
-        message = msgspec.convert(_unpack_body(tag, body), cls)
+        message = msgspec.convert(_unpack_body(tag, body), wire.cls)
     except msgspec.ValidationError as error:
         raise BadMessage("body", f"{tag} is not as expected: {error}") from error
-    return Envelope(message, call_id, epoch, ttl_s, tensors)
+    return Envelope(message, call_id, epoch, ttl_s, tuple(arrays))
 
 
 def _open_header(frame: memoryview) -> list[Any]:
@@ -196,28 +229,32 @@ def _open_header(frame: memoryview) -> list[Any]:
     return header
 
 
-def _open_tensor(tag: str, spec: Any, described: Any, frame: Frame) -> NDArray[Any]:
+def _open_tensor(wire: _Wire, index: int, described: Any, frame: Frame) -> Array:
     """An array over the frame's memory, once dtype, shape and length agree."""
-    where = spec.name
+    spec = wire.cls.tensors[index]
     if type(described) is not list or len(described) != 2 or type(described[1]) is not list:
-        raise BadMessage("tensor", f"{tag}.{where} is not described as [dtype, shape]")
+        raise BadMessage("tensor", f"{spec.name} is not described as [dtype, shape]")
     name, shape = described
-    if type(name) is not str or name not in spec.dtypes:
-        raise BadMessage("tensor", f"{tag}.{where} is {name!r}, expected one of {', '.join(spec.dtypes)}")
-    if len(shape) != spec.ndim or len(shape) > MAX_NDIM:
-        raise BadMessage("tensor", f"{tag}.{where} has {len(shape)} dimensions, expected {spec.ndim}")
+    dtype = wire.dtypes[index].get(name) if type(name) is str else None
+    if dtype is None:
+        raise BadMessage("tensor", f"{spec.name} is {name!r}, expected one of {', '.join(spec.dtypes)}")
+    if len(shape) != spec.ndim:
+        raise BadMessage("tensor", f"{spec.name} has {len(shape)} dimensions, expected {spec.ndim}")
+    expected = dtype.itemsize
     for dim in shape:
         if type(dim) is not int or not 0 <= dim <= MAX_DIM:
-            raise BadMessage("tensor", f"{tag}.{where} has a dimension of {dim!r}, expected 0 to {MAX_DIM}")
-    dtype = _DTYPES[name]
-    expected = math.prod(shape) * dtype.itemsize  # Python's integers do not overflow
+            raise BadMessage("tensor", f"{spec.name} has a dimension of {dim!r}, expected 0 to {MAX_DIM}")
+        expected *= dim  # Python's integers do not overflow
     size = frame.nbytes if type(frame) is memoryview else len(frame)
     if size != expected or size > MAX_FRAME_BYTES:
-        raise BadMessage("tensor", f"{tag}.{where} of shape {shape} needs {expected} bytes, found {size}")
-    array = numpy.frombuffer(frame, dtype)
-    if not array.flags.aligned:  # a short frame lies anywhere in ZeroMQ's receive buffer
-        array = array.copy()
-    return array.reshape(shape)
+        raise BadMessage("tensor", f"{spec.name} of shape {shape} needs {expected} bytes, found {size}")
+    try:
+        array: Array = numpy.ndarray(shape, dtype, frame)
+    except ValueError as error:  # no rows of more bytes than an address has
+        raise BadMessage("tensor", f"{spec.name} of shape {shape} cannot be: {error}") from error
+    return (
+        array if array.flags.aligned else array.copy()
+    )  # a short frame lies anywhere in ZeroMQ's receive buffer
 
 
 def _unpack_body(tag: str, body: bytes) -> Any:

@@ -7,6 +7,7 @@ message is for.
 
 import contextlib
 import enum
+import errno
 import math
 import os
 import socket as tcp
@@ -40,6 +41,7 @@ _ZERO_COPY_BYTES = 64 << 10  # below, a copy costs less than its bookkeeping
 _HANDSHAKE_MS = 5000
 _PING_MS, _PING_TIMEOUT_MS = 2000, 6000  # finds links that were cut without a word
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
+_LAST, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 
 next_call_id = count(
     1
@@ -139,7 +141,7 @@ class Server:
         except zmq.ZMQError as error:
             self.close()
             raise _bind_error(address, error) from error
-        self.address = self._socket.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
 
     def receive(self, timeout_s: float) -> tuple[bytes, Envelope] | None:
         """The next message and who sent it; None when none came in time."""
@@ -152,7 +154,7 @@ class Server:
                 return None
             peer = first.bytes
             if self._doorkeeper:
-                self.key_owner = first.get("User-Id") or ""
+                self.key_owner = str(first.get("User-Id"))
             try:
                 envelope = decode(frames)
             except VersionMismatch as mismatch:
@@ -182,13 +184,12 @@ class Server:
         """Queue a message for a peer. zero_copy: the arrays will not change until the message has left."""
         frames = encode(message, call_id=call_id, epoch=epoch, ttl_s=ttl_s, tensors=tensors)
         try:
-            self._socket.send(peer, zmq.SNDMORE | zmq.DONTWAIT)
-            _write_frames(self._socket, frames, zero_copy)
+            _write_frames(self._socket, [peer, *frames], zero_copy)
         except zmq.Again:
             self.counters["send_full"] += 1
             return Sent.FULL
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
+            if error.errno != errno.EHOSTUNREACH:
                 raise
             self.counters["send_unreachable"] += 1
             return Sent.UNREACHABLE
@@ -255,7 +256,7 @@ class Channel:
         self._trouble = ""
         self._timeout_ms = -1
         self.last_heard_s: float | None = None
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         _set_common_options(self._socket, self._high_water, self._max_frame_bytes)
         self._socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is not there
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -452,21 +453,28 @@ def _read_frames(socket: zmq.Socket[bytes]) -> tuple[zmq.Frame, list[memoryview]
 
 
 def _write_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame], zero_copy: bool) -> None:
+    """Hand the frames of one message to the socket, all or none: zmq.Again means that the queue has no room."""
     last = len(frames) - 1
     for index, frame in enumerate(frames):
-        flags = zmq.DONTWAIT if index == last else zmq.DONTWAIT | zmq.SNDMORE
+        flags = _LAST if index == last else _MORE
         copy = not zero_copy or memoryview(frame).nbytes < _ZERO_COPY_BYTES
-        socket.send(frame, flags, copy)
+        try:
+            socket.send(frame, flags, copy)
+        except zmq.Again:
+            socket.get(
+                zmq.EVENTS
+            )  # ZeroMQ looks for room made meanwhile once a millisecond, or when asked like this
+            socket.send(frame, flags, copy)
 
 
 def _bind_error(address: str, error: zmq.ZMQError) -> ConfigError:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     match error.errno:
-        case zmq.EADDRINUSE:
+        case errno.EADDRINUSE:
             why = f"port {port} of {host} is in use; stop the other program or choose another port"
-        case zmq.EADDRNOTAVAIL | zmq.ENODEV:
+        case errno.EADDRNOTAVAIL | errno.ENODEV:
             why = f"this machine has no address {host}; write one of its own"
-        case 13:  # EACCES
+        case errno.EACCES:
             why = f"port {port} of {host} needs rights that this process lacks; choose one above 1023"
         case _:
             why = f"{address!r} is not an address to listen on ({error.strerror}); write host:port"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from zmq.utils import z85
 
 from edge_runtime.errors import ConfigError
 
@@ -136,7 +137,7 @@ class Doorkeeper:
         owner = None
         if mechanism == b"CURVE":
             with contextlib.suppress(ValueError):
-                owner = self._owners.get(zmq.utils.z85.encode(key))
+                owner = self._owners.get(z85.encode(key))
         if owner is None:
             return [version, request_id, b"400", b"key not known", b"", b""]
         return [version, request_id, b"200", b"OK", owner.encode(), b""]
