@@ -236,7 +236,7 @@ def _check_cluster(page: _Page, cluster: Values) -> None:
 
 
 def _check_nodes(page: _Page, cluster: Values, nodes: list[Values]) -> None:
-    if not nodes and not any("node" in fault.key for fault in page.faults):
+    if not nodes and not any(fault.key == "[[node]]" for fault in page.faults):
         page.fault((), "there is no [[node]]; write one for each machine, with name, address and memory")
     for index in range(len(nodes)):
         page.require(("node", index), "name", example='name = "desk"')
@@ -279,7 +279,7 @@ def _check_links(page: _Page, nodes: list[Values], links: list[Values]) -> None:
         path: Path = ("link", index, "between")
         page.require(("link", index), "between", example='between = ["desk", "attic"]')
         for name in link.get("between", ()):
-            if name not in names:
+            if names and name not in names:
                 page.fault(
                     path,
                     f'no node is called "{name}"{did_you_mean(name, names)}; there are {", ".join(names)}',

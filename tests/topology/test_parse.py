@@ -302,6 +302,7 @@ def test_an_empty_file_says_what_it_needs(empty: str) -> None:
 
 def test_a_file_without_nodes_or_cluster_says_so() -> None:
     assert "there is no [[node]]" in only_fault('[cluster]\nname = "c"\nmodel = "m"\n').message
+    assert len(faults_of('[cluster]\nname = "c"\nmodel = "m"\n[default_node]\nthreads = 0\n')) == 2
     assert "there is no table [cluster]" in only_fault(GOOD[GOOD.index("[[node]]") :]).message
 
 
