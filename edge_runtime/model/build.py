@@ -9,26 +9,37 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from edge_runtime.model.architectures.table import DENSE_ROLES
 from edge_runtime.model.attention import AttentionWeights
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.layers import LayerWeights, Trunk
 from edge_runtime.model.moe import ExpertStore
 from edge_runtime.model.spec import ModelSpec
 from kernels import ops
-from kernels.ops import ExpertBank, LinearWeight
+from kernels.ops import ExpertBank, ExpertWeight, LinearWeight
 from topology.ids import ExpertId
-
-EXPERT_ROLES = ("expert_gate", "expert_up", "expert_down")
-DENSE_ROLES = ("dense_gate", "dense_up", "dense_down")
 
 Progress = Callable[[int, int, str], None]
 """Called as (bytes done, bytes in all, what was read last); bytes as they lie in the files."""
+
+STORED_FORMATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 T = TypeVar("T")
 
 
 def quiet(bytes_done: int, bytes_total: int, what: str) -> None:
     """A Progress that shows nothing."""
+
+
+def packed_format(dtypes: Iterable[str], weight_format: str) -> str:
+    """The format in which tensors of these stored dtypes are packed together.
+
+    Tensors that are packed as one but stored in several dtypes become float32, which holds them all exactly.
+    """
+    if weight_format != "as_stored":
+        return weight_format
+    found = {STORED_FORMATS[dtype] for dtype in dtypes}
+    return found.pop() if len(found) == 1 else "float32"
 
 
 def load_trunk(
@@ -104,12 +115,10 @@ def add_experts(
     progress: Progress = quiet,
 ) -> None:
     """Read the given experts into a store, in the order they lie in the model."""
-    ids, table = sorted(set(expert_ids)), checkpoint.table
-    names = {expert: [table.name(role, *expert) for role in EXPERT_ROLES] for expert in ids}
+    names = {expert: checkpoint.expert_names([expert]) for expert in sorted(set(expert_ids))}
     loader = _Loader(checkpoint, progress, [name for three in names.values() for name in three])
-    for expert in ids:
-        pack = lambda tensors: ops.pack_expert(*tensors, format=weight_format)  # noqa: E731
-        store.add(expert, loader.load(names[expert], pack, f"layer {expert.layer} expert {expert.index}"))
+    for expert, three in names.items():
+        store.add(expert, loader.expert(three, f"layer {expert.layer} expert {expert.index}", weight_format))
 
 
 class _Loader:
@@ -122,9 +131,9 @@ class _Loader:
         self._done = 0
 
     def load(self, names: list[str], pack: Callable[[list[Tensor]], T], what: str) -> T:
+        """Pack tensors while they are mapped, and say so."""
         with self._checkpoint.read(names) as tensors:
             packed = pack(tensors)
-            del tensors
         self._done += sum(self._checkpoint.stored_bytes(name) for name in names)
         self._progress(self._done, self._total, what)
         return packed
@@ -132,18 +141,24 @@ class _Loader:
     def name(self, role: str, layer: int | None = None) -> str:
         return self._checkpoint.table.name(role, layer)
 
-    def linear(self, role: str, layer: int | None = None) -> LinearWeight:
-        name = self.name(role, layer)
-        return self.load([name], lambda tensors: ops.pack_linear(tensors[0]), name)
-
-    def stacked(self, roles: Iterable[str], layer: int) -> LinearWeight:
+    def linear(self, *roles: str, layer: int | None = None) -> LinearWeight:
+        """One matrix, or several stacked in this order."""
         names = [self.name(role, layer) for role in roles]
-        return self.load(names, ops.pack_linear_rows, names[0])
+        stored = self._format(names, "as_stored")
+        return self.load(names, lambda tensors: ops.pack_linear_rows(tensors, format=stored), names[0])
+
+    def expert(self, names: list[str], what: str, weight_format: str = "as_stored") -> ExpertWeight:
+        """Gate, up and down as one expert."""
+        packed = self._format(names, weight_format)
+        return self.load(names, lambda tensors: ops.pack_expert(*tensors, format=packed), what)
 
     def vector(self, *roles: str, layer: int | None = None) -> Tensor:
         """Float32, of one or several roles after another; always memory of its own."""
         names = [self.name(role, layer) for role in roles]
         return self.load(names, lambda tensors: torch.cat([t.float() for t in tensors]), names[0])
+
+    def _format(self, names: list[str], weight_format: str) -> str:
+        return packed_format([self._checkpoint.extent(name).dtype for name in names], weight_format)
 
 
 def _load_layer(loader: _Loader, spec: ModelSpec, layer: int) -> LayerWeights:
@@ -153,18 +168,18 @@ def _load_layer(loader: _Loader, spec: ModelSpec, layer: int) -> LayerWeights:
     gate, dense = None, None
     input_norm = loader.vector("input_norm", layer=layer)
     attention_weights = AttentionWeights(
-        qkv=loader.stacked(("q", "k", "v"), layer),
+        qkv=loader.linear("q", "k", "v", layer=layer),
         qkv_bias=loader.vector("q_bias", "k_bias", "v_bias", layer=layer) if attention.qkv_bias else None,
-        out=loader.linear("o", layer),
+        out=loader.linear("o", layer=layer),
         out_bias=loader.vector("o_bias", layer=layer) if attention.out_bias else None,
         q_norm=loader.vector("q_norm", layer=layer) if has_qk_norm else None,
         k_norm=loader.vector("k_norm", layer=layer) if has_qk_norm else None,
     )
     post_norm = loader.vector("post_norm", layer=layer)
     if layer_spec.gate is not None:
-        gate = loader.linear("gate", layer)
+        gate = loader.linear("gate", layer=layer)
     else:
         dense = ExpertBank(1, spec.width, layer_spec.ffn.width)
         names = [loader.name(role, layer) for role in DENSE_ROLES]
-        dense.set(0, loader.load(names, lambda tensors: ops.pack_expert(*tensors), names[0]))
+        dense.set(0, loader.expert(names, names[0]))
     return LayerWeights(input_norm, attention_weights, post_norm, gate, dense)

@@ -7,7 +7,7 @@ no packing and no node.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from edge_runtime.errors import CheckpointError
 from edge_runtime.model.architectures import read_model
-from edge_runtime.model.architectures.table import TensorTable
+from edge_runtime.model.architectures.table import EXPERT_ROLES, TensorTable
 from edge_runtime.model.json_file import read_json
 from edge_runtime.model.safetensors_file import FLOAT_DTYPES, Extent, SafetensorsFile
 from edge_runtime.model.spec import ModelSpec
+from topology.ids import ExpertId
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,10 @@ class Checkpoint:
         """Bytes of one tensor in its file."""
         extent = self.extent(name)
         return extent.end - extent.start
+
+    def expert_names(self, experts: Iterable[ExpertId]) -> list[str]:
+        """Names of the tensors of these routed experts."""
+        return [self.table.name(role, *expert) for expert in experts for role in EXPERT_ROLES]
 
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:

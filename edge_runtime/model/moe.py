@@ -44,6 +44,7 @@ class ExpertStore:
         self._shape = (num_experts, width, expert_width)
         self._banks: dict[int, ExpertBank] = {}
         self._absent: dict[int, Tensor] = {}  # layer -> [E] bool
+        self._whole: set[int] = set()
 
     def bank(self, layer: int) -> ExpertBank | None:
         """The layer's resident experts, None if there are none."""
@@ -53,24 +54,37 @@ class ExpertStore:
         """Make an expert resident, in place of the one of that id if there is one."""
         if expert.layer not in self._banks:
             self._banks[expert.layer] = ExpertBank(*self._shape)
-            self._absent[expert.layer] = torch.ones(self._shape[0], dtype=torch.bool)
         self._banks[expert.layer].set(expert.index, weight)
-        self._absent[expert.layer][expert.index] = False
+        self._count(expert.layer)
 
     def drop(self, expert: ExpertId) -> None:
         """Release an expert."""
-        self._banks[expert.layer].drop(expert.index)
-        self._absent[expert.layer][expert.index] = True
-        if not self._banks[expert.layer].resident:
+        bank = self._banks[expert.layer]
+        bank.drop(expert.index)
+        if bank.resident:
+            self._count(expert.layer)
+        else:
             del self._banks[expert.layer], self._absent[expert.layer]
+            self._whole.discard(expert.layer)
+
+    def _count(self, layer: int) -> None:
+        # A new mask each time: whoever computes in another thread keeps the one it has.
+        absent = torch.ones(self._shape[0], dtype=torch.bool)
+        absent[list(self._banks[layer].resident)] = False
+        self._absent[layer] = absent
+        (self._whole.discard if absent.any() else self._whole.add)(layer)
 
     def absent(self, layer: int) -> Tensor | None:
-        """[E] bool, which of the layer's experts are not here; None if none is."""
+        """[E] bool, which of a layer's experts are not here; None if there is no bank, so that none is."""
         return self._absent.get(layer)
 
+    def holds_all(self, layer: int) -> bool:
+        """Whether every expert of the layer is here."""
+        return layer in self._whole
+
     def __contains__(self, expert: ExpertId) -> bool:
-        absent = self._absent.get(expert.layer)
-        return absent is not None and not bool(absent[expert.index])
+        bank = self._banks.get(expert.layer)
+        return bank is not None and expert.index in bank.resident
 
     def __iter__(self) -> Iterator[ExpertId]:
         """Every resident expert, by layer and index."""
@@ -95,23 +109,23 @@ class LocalExperts:
         self._store = store
         self._node = node
         self._rows: dict[tuple[int, int], Tensor] = {}  # (T, K) -> [T*K] int32, the row of each slot
-        self._whole: dict[int, ExpertBank] = {}
 
     def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
         """See ExpertPort."""
-        rows = self._slot_rows(*expert_ids.shape)
-        bank = self._store.bank(layer)
-        absent = self._store.absent(layer)
         flat = expert_ids.view(-1)
-        if bank is None or absent is None:
+        bank = self._store.bank(layer)
+        if bank is None:
             return self._missing(layer, flat, torch.arange(len(flat)))
-        is_missing = absent[flat.long()] if len(bank.resident) < len(absent) else None
-        if is_missing is None or not is_missing.any():
+        rows = self._slot_rows(*expert_ids.shape)
+        if self._store.holds_all(layer):
+            ops.grouped_ffn(x, rows, flat, bank, out=out)
+            return None
+        is_missing = self._store.absent(layer)[flat.long()]
+        if not is_missing.any():
             ops.grouped_ffn(x, rows, flat, bank, out=out)
             return None
         here = (~is_missing).nonzero().view(-1)
-        if len(here):
-            out[here] = ops.grouped_ffn(x, rows[here], flat[here], bank)
+        out[here] = ops.grouped_ffn(x, rows[here], flat[here], bank)
         return self._missing(layer, flat, is_missing.nonzero().view(-1))
 
     def _slot_rows(self, num_tokens: int, num_columns: int) -> Tensor:

@@ -11,6 +11,9 @@ from edge_runtime.model.spec import LayerSpec, ModelSpec
 
 Shape = tuple[int, ...]
 
+DENSE_ROLES = ("dense_gate", "dense_up", "dense_down")
+EXPERT_ROLES = ("expert_gate", "expert_up", "expert_down")
+
 
 class TableRow(NamedTuple):
     """Name with `{layer}` and `{expert}` left open, and the shape in letters, such as `("H*P", "D")`."""
@@ -50,7 +53,7 @@ class TensorTable:
             roles += ["q_bias", "k_bias", "v_bias"]
         if spec.attention.out_bias:
             roles += ["o_bias"]
-        return roles + (["gate"] if spec.kind == "moe" else ["dense_gate", "dense_up", "dense_down"])
+        return roles + (["gate"] if spec.kind == "moe" else [*DENSE_ROLES])
 
     def all_tensors(self) -> Iterator[tuple[str, Shape]]:
         """Every tensor of the model with its shape, the head included even if it may be tied."""
@@ -60,7 +63,7 @@ class TensorTable:
             for role in self.trunk_roles(layer):
                 yield self.name(role, layer), self.shape(role, layer)
             if spec.gate is not None:
-                for role in ("expert_gate", "expert_up", "expert_down"):
+                for role in EXPERT_ROLES:
                     shape = self.shape(role, layer)
                     for expert in range(spec.gate.num_experts):
                         yield self.name(role, layer, expert), shape
