@@ -288,6 +288,13 @@ def test_a_key_above_every_table_is_told() -> None:
     assert (fault.line, fault.key) == (1, "") and "outside every table" in fault.message
 
 
+@pytest.mark.parametrize("table", ["cluster", "node", "link", "default_node", "default_link"])
+@pytest.mark.parametrize("value", ["3", '"x"', "[1]", "true"])
+def test_a_table_that_is_no_table_is_told(table: str, value: str) -> None:
+    text = f"{table} = {value}\n" + GOOD.replace(f"[[{table}]]", "[[other]]").replace(f"[{table}]", "[other]")
+    assert any(fault.line == 1 and f"[{table}]" in fault.message for fault in faults_of(text))
+
+
 def test_a_single_pair_of_brackets_around_node_is_told_once() -> None:
     single = '[cluster]\nname = "c"\nmodel = "m"\n[node]\nname = "a"\n'
     fault = only_fault(single)
@@ -308,7 +315,7 @@ def test_a_file_without_nodes_or_cluster_says_so() -> None:
 
 def test_a_syntax_error_has_its_line() -> None:
     fault = only_fault(changed('name = "desk"', 'name = "desk'))
-    assert fault.line == 6 and "not valid TOML at column" in fault.message
+    assert fault.line == 6 and "not valid TOML, at column" in fault.message
     assert only_fault(GOOD + "\n[cluster]\n").line == 16
     assert only_fault(GOOD + "roles = [\n").line == 15
 
