@@ -10,6 +10,9 @@ from pathlib import Path
 import click
 import pytest
 
+from topology.errors import ClusterFileError
+from topology.parse import parse_cluster
+
 PACKAGES = ("edge_runtime", "kernels", "topology", "calibration", "testbed")
 SLEEPERS = {"time", "asyncio", "anyio", "trio", "gevent"}
 
@@ -67,7 +70,7 @@ def test_every_folder_of_modules_is_a_package(repository):
 def test_tests_mirror_the_tree_without_being_packages(repository):
     assert not list((repository / "tests").rglob("__init__.py"))
     for path in source_files(repository, "tests"):
-        if path.name.startswith("test_") and path.parent != repository / "tests":
+        if path.name.startswith("test_") and path.parent.name not in ("tests", "support"):
             mirrored = repository / path.parent.relative_to(repository / "tests")
             assert mirrored.is_dir(), f"{path} mirrors no folder of the sources"
 
@@ -162,3 +165,23 @@ def test_every_commands_help_shows_an_example(commands):
     for name, command in commands.items():
         with click.Context(command, info_name=name) as context:
             assert f"edge-runtime {name}" in command.get_help(context), f"`{name} --help` shows no example"
+
+
+def test_the_readme_explains_every_key_of_a_topology_file(readme):
+    tables = {
+        "cluster": "[cluster]",
+        "default_node": "[default_node]",
+        "node": "[[node]]",
+        "link": "[[link]]",
+    }
+    for table, heading in tables.items():
+        with pytest.raises(ClusterFileError) as refused:
+            parse_cluster(f"{heading}\nnonsense = 1\n")
+        (allowed,) = re.findall(r"nonsense.*allowed are (.+)", str(refused.value))
+        missing = [key for key in allowed.split(", ") if f"`{key}`" not in readme]
+        assert not missing, f"README.md does not explain {missing} of [{table}]"
+
+
+def test_the_readmes_topology_file_is_a_topology_file(readme):
+    (example,) = re.findall(r"```toml\n(.+?)```", readme, flags=re.DOTALL)
+    assert parse_cluster(example).node_names == ("desk", "attic")
