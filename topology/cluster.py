@@ -13,7 +13,7 @@ from topology.errors import UnknownNode
 PREFILL, DECODE, EXPERTS = "prefill", "decode", "experts"
 ROLES = (PREFILL, DECODE, EXPERTS)
 DEVICES = ("cpu",)
-WEIGHT_FORMATS = ("as_stored", "bf16", "fp16", "fp32")
+WEIGHT_FORMATS = ("as_stored", "bfloat16", "float16", "float32")
 
 MIB = 2**20
 

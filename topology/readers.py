@@ -14,6 +14,7 @@ Reader = Callable[[object], object]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]+)")
 _EVERYWHERE = ("0.0.0.0", "[::]", "*")
+_SHORT_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 RESERVED_NAMES = ("coordinator", "gateway", "client")
 
 
@@ -71,7 +72,11 @@ def read_one_of(what: str, allowed: tuple[str, ...]) -> Callable[[object], str]:
 
 
 read_device = read_one_of("device", DEVICES)
-read_weight_format = read_one_of("weight format", WEIGHT_FORMATS)
+
+
+def read_weight_format(value: object) -> str:
+    """One of `WEIGHT_FORMATS`; the usual short forms are understood."""
+    return read_one_of("weight format", WEIGHT_FORMATS)(_SHORT_FORMATS.get(read_text(value), value))
 
 
 def read_quantity(parse: Callable[[str], float], example: str) -> Callable[[object], float]:

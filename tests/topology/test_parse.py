@@ -126,7 +126,7 @@ rtt = "5 ms"
     assert (a.memory_bytes, a.threads, a.weight_format, a.memory_bytes_per_s, a.flops) == (
         2**30,
         4,
-        "fp32",
+        "float32",
         8e9,
         1.2e11,
     )
@@ -229,7 +229,7 @@ rtt = "5 ms"
             'weight_format = "int4"',
             14,
             "[[node]] attic: weight_format",
-            "use as_stored, bf16, fp16",
+            "use as_stored, bfloat16, float16",
         ),
         ('roles = ["experts"]', 'device = "cuda:0"', 14, "[[node]] attic: device", "use cpu"),
         ('roles = ["experts"]', "threads = 0", 14, "[[node]] attic: threads", "from 1 on, found 0"),
@@ -353,6 +353,15 @@ def test_a_single_fault_is_one_sentence() -> None:
         str(error.value)
         == "home.toml, line 2, [cluster] kv_tokens: expected a whole number from 1 on, found 0"
     )
+
+
+@pytest.mark.parametrize(("short", "full"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_short_names_of_weight_formats_are_understood(short: str, full: str) -> None:
+    for written in (short, full):
+        nodes = parse_cluster(
+            changed('memory = "512 MiB"', f'memory = "1 GiB"\nweight_format = "{written}"')
+        ).nodes
+        assert nodes[1].weight_format == full
 
 
 def test_a_fault_in_a_default_is_told_once_and_not_for_each_node() -> None:

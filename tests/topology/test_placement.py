@@ -27,7 +27,7 @@ def footprint(
         "num_layers": layers,
         "moe_layers": tuple(range(layers)),
         "experts_per_layer": experts,
-        "expert_bytes": {"as_stored": (expert_bytes,) * layers, "fp32": (2 * expert_bytes,) * layers},
+        "expert_bytes": {"as_stored": (expert_bytes,) * layers, "float32": (2 * expert_bytes,) * layers},
         "embed_bytes": 700,
         "head_bytes": 300,
         "layer_bytes": (500,) * layers,
@@ -103,7 +103,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             f"node{index}",
             HOME_RESERVE + CONTEXT_KV + draw(st.integers(0, 30_000)),
             roles[index],
-            draw(st.sampled_from(["as_stored", "as_stored", "fp32"])),
+            draw(st.sampled_from(["as_stored", "as_stored", "float32"])),
         )
         for index in range(num_nodes)
     ]
@@ -247,7 +247,7 @@ def test_experts_that_do_not_fit_are_refused_with_the_bytes_missing() -> None:
 
 
 def test_a_node_that_keeps_float32_pays_double_for_each_expert() -> None:
-    wide = node("wide", HOST_RESERVE + 100_000, EXPERTS_ONLY, "fp32")
+    wide = node("wide", HOST_RESERVE + 100_000, EXPERTS_ONLY, "float32")
     home = node("home", 2 * HOME_RESERVE + CONTEXT_KV, frozenset({"decode"}))
     placement = plan_placement(cluster(home, wide, memory_ratio=1.0), footprint())
     assert placement.plan_of("wide").expert_bytes == 2 * 24_000
