@@ -1,0 +1,36 @@
+"""The CPU kernels in plain torch, for machines without a compiler.
+
+A row's result never depends on the rows beside it: matrix products always see the same shape (tiles of 16 rows, padded
+with zeros), sums are explicit trees, everything else is elementwise. Not bit-equal to the compiled kernels.
+"""
+
+from kernels.cpu.fallback.combine import combine
+from kernels.cpu.fallback.dispatch import dispatch
+from kernels.cpu.fallback.gate_topk import gate_topk
+from kernels.cpu.fallback.grouped_ffn import grouped_ffn
+from kernels.cpu.fallback.kv_blocks import kv_write
+from kernels.cpu.fallback.linear import embed, linear
+from kernels.cpu.fallback.paged_attention import paged_attention
+from kernels.cpu.fallback.rms_norm import rms_norm
+from kernels.cpu.fallback.rope import head_norm_rope
+from kernels.reference.grouped_ffn import new_bank, pack_expert
+from kernels.reference.linear import pack_rows
+
+NAME = "torch"
+
+__all__ = [
+    "NAME",
+    "combine",
+    "dispatch",
+    "embed",
+    "gate_topk",
+    "grouped_ffn",
+    "head_norm_rope",
+    "kv_write",
+    "linear",
+    "new_bank",
+    "pack_expert",
+    "pack_rows",
+    "paged_attention",
+    "rms_norm",
+]

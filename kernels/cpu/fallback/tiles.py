@@ -1,0 +1,42 @@
+"""Fixed shapes and fixed sums: why a row's result does not depend on its neighbours."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+ROWS = 16  # rows per matrix product, whatever the step holds
+
+
+def row_tiles(num_rows: int) -> Iterator[slice]:
+    """Slices of at most ROWS rows that cover num_rows."""
+    return (slice(start, min(start + ROWS, num_rows)) for start in range(0, num_rows, ROWS))
+
+
+def whole_tile(x: Tensor) -> Tensor:
+    """x with zero rows (or zeros, for indices) appended up to ROWS."""
+    if len(x) == ROWS:
+        return x
+    tile = x.new_zeros(ROWS, *x.shape[1:])
+    tile[: len(x)] = x
+    return tile
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, tile by tile; weight float32."""
+    out = x.new_empty(len(x), len(weight))
+    for rows in row_tiles(len(x)):
+        tile = torch.mm(whole_tile(x[rows]), weight.t())
+        out[rows] = tile[: rows.stop - rows.start]
+    return out
+
+
+def tree_sum(values: Tensor) -> Tensor:
+    """Sum of the last dimension by halving, elementwise: the same order for every row, whatever the other dimensions."""
+    width = values.shape[-1]
+    whole = 1 << max(width - 1, 0).bit_length()
+    values = torch.nn.functional.pad(values, (0, whole - width))
+    while whole > 1:
+        whole //= 2
+        values = values[..., :whole] + values[..., whole:]
+    return values[..., 0]

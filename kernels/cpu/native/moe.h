@@ -1,0 +1,109 @@
+// The gate's choice, the routed experts and their sum. Included by an ISA unit inside its own anonymous namespace.
+
+void gate_topk(const float* logits, int64_t stride, int64_t T, int64_t E, int64_t k, bool renormalise, int32_t* ids,
+               float* weights) {
+    const int64_t blocks = parts_of(E, 16);
+    float* left = (float*)scratch(SMALL, (size_t)blocks * 32 * sizeof(float));  // logits not yet chosen
+    float* e = left + blocks * 16;
+    for (int64_t t = 0; t < T; ++t) {
+        const float* row = logits + t * stride;
+        const V lowest = set1(-__builtin_inff());
+        V most = lowest;
+        for (int64_t b = 0; b < blocks; ++b) {
+            const int lanes = (int)at_most(16, E - 16 * b);
+            V v = keep_first(load_part(row + 16 * b, lanes), lanes, lowest);
+            store(left + 16 * b, v);
+            most = max(v, most);
+        }
+        const float top = lane_max(most);
+        V total = zero();
+        for (int64_t b = 0; b < blocks; ++b) {
+            const int lanes = (int)at_most(16, E - 16 * b);
+            V v = keep_first(exp_lanes(sub(load(left + 16 * b), set1(top))), lanes, zero());
+            store(e + 16 * b, v);
+            total = add(total, v);
+        }
+        const float sum = lane_sum(total);
+        int32_t* id = ids + t * k;
+        float* weight = weights + t * k;
+        float chosen_sum = 0.0f;
+        for (int64_t j = 0; j < k; ++j) {
+            V best = lowest;
+            for (int64_t b = 0; b < blocks; ++b) best = max(load(left + 16 * b), best);
+            const float value = lane_max(best);
+            int64_t found = -1;
+            if (value > -__builtin_inff())
+                for (int64_t b = 0; b < blocks && found < 0; ++b) {
+                    const unsigned mask = equal_mask(load(left + 16 * b), set1(value));
+                    if (mask) found = 16 * b + __builtin_ctz(mask);
+                }
+            if (found < 0) {  // only -inf and nan are left: the lowest id not yet taken
+                for (found = 0; found < E; ++found) {
+                    bool taken = false;
+                    for (int64_t i = 0; i < j; ++i) taken |= id[i] == (int32_t)found;
+                    if (!taken) break;
+                }
+            }
+            left[found] = -__builtin_inff();
+            id[j] = (int32_t)found;
+            weight[j] = e[found] / sum;
+            chosen_sum = chosen_sum + weight[j];
+        }
+        if (renormalise)
+            for (int64_t j = 0; j < k; ++j) weight[j] = weight[j] / chosen_sum;
+    }
+}
+
+// inner[i][0..F) = silu(gate) * up, in place of gate; both padded to whole panels, so no tail.
+void swiglu(float* gate_up, int64_t rows, int64_t padded) {
+    for (int64_t i = 0; i < rows; ++i) {
+        float* gate = gate_up + i * 2 * padded;
+        const float* up = gate + padded;
+        for (int64_t f = 0; f < padded; f += 16) store(gate + f, mul(silu_lanes(load(gate + f)), load(up + f)));
+    }
+}
+
+void grouped_ffn(const ExpertCall& call) {
+    constexpr int64_t MOST = 48;  // rows of one expert at a time: gate_up of 48 rows stays in cache
+    for (int64_t g = 0; g < call.groups; ++g) {
+        const Expert& expert = *call.experts[g];
+        const int64_t wide = expert.gate_up.num_outputs;
+        for (int64_t r = call.offsets[g]; r < call.offsets[g + 1]; r += MOST) {
+            const int64_t n = at_most(MOST, call.offsets[g + 1] - r);
+            float* inner = (float*)scratch(INNER, (size_t)(n * wide) * sizeof(float));
+            const float* xs[MOST];
+            float* hs[MOST];
+            float* outs[MOST];
+            for (int64_t i = 0; i < n; ++i) {
+                xs[i] = call.x + call.rows[r + i] * call.x_stride;
+                hs[i] = inner + i * wide;
+                outs[i] = call.out + call.out_rows[r + i] * call.out_stride;
+            }
+            rows_by_pointer(expert.gate_up, xs, hs, n, false);
+            swiglu(inner, n, wide / 2);
+            rows_by_pointer(expert.down, (const float* const*)hs, outs, n, false);
+        }
+    }
+}
+
+void combine(const float* rows, int64_t stride, const int32_t* slots, const float* weights, int64_t T, int64_t K,
+             int64_t D, float* hidden, int64_t hidden_stride) {
+    for (int64_t t = 0; t < T; ++t) {
+        const int32_t* slot = slots + t * K;
+        const float* weight = weights + t * K;
+        float* to = hidden + t * hidden_stride;
+        for (int64_t d = 0; d < D; d += 16) {
+            const int lanes = (int)at_most(16, D - d);
+            V sum = zero();
+            for (int64_t j = 0; j < K; ++j) {
+                if (slot[j] < 0) continue;  // the row is skipped, not weighted with 0: it may hold inf
+                const float* row = rows + slot[j] * stride + d;
+                sum = fma(set1(weight[j]), lanes == 16 ? load(row) : load_part(row, lanes), sum);
+            }
+            if (lanes == 16)
+                store(to + d, add(load(to + d), sum));
+            else
+                store_part(to + d, add(load_part(to + d, lanes), sum), lanes);
+        }
+    }
+}

@@ -1,0 +1,86 @@
+// What the module and the ISA units share: plain structs and one table of function pointers per ISA.
+//
+// Only plain data may stand here. An inline function or a template in a header that several ISA units include could be
+// emitted once, with AVX-512 inside, and then run on a machine that has none.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace edge {
+
+enum Format : int { BF16 = 0, F16 = 1, F32 = 2 };
+
+// A weight [num_outputs, num_inputs] as panels of 16 outputs, widest-used order first:
+//   float16, float32: [panels][K up to even][16]        bfloat16: [panels][K up to even / 2][16][2]
+struct Panels {
+    const char* data;
+    int format;
+    int64_t num_outputs;
+    int64_t num_inputs;
+    int64_t panel_bytes;
+};
+
+struct Expert {
+    Panels gate_up;  // gate's panels, then up's; both padded to whole panels
+    Panels down;
+};
+
+struct KvPages {
+    float* k;  // [num_blocks, G, P, 16]
+    float* v;  // [num_blocks, G, 16, P]
+    int64_t num_blocks, G, P;
+};
+
+struct AttentionCall {
+    const float* q;  // [T, H, P], stride of T in elements below, heads packed
+    int64_t q_stride;
+    KvPages pages;
+    const int32_t* block_tables;  // [B, M]
+    int64_t M;
+    const int32_t* row_request;   // [T]
+    const int32_t* row_position;  // [T]
+    float scale;
+    float* out;  // [T, H, P]
+    int64_t out_stride;
+    int64_t T, H;
+};
+
+struct ExpertCall {
+    const float* x;
+    int64_t x_stride;
+    const int32_t* rows;         // [R] row of x for each routed row, in expert order
+    const int32_t* out_rows;     // [R] row of out for each routed row, in expert order
+    const int64_t* offsets;      // [groups + 1] where each expert's rows begin
+    const Expert* const* experts;  // [groups]
+    int64_t groups;
+    float* out;
+    int64_t out_stride;
+};
+
+struct Kernels {
+    const char* isa;
+    void (*linear)(const Panels& w, const float* x, int64_t x_stride, int64_t T, float* out, int64_t out_stride,
+                   bool add);
+    void (*rms_norm)(const float* x, int64_t x_stride, const float* weight, float eps, int64_t T, int64_t D, float* out,
+                     int64_t out_stride);
+    void (*head_norm_rope)(float* x, int64_t token_stride, int64_t head_stride, int64_t T, int64_t H, int64_t P,
+                           const float* weight, float eps, const float* cos, const float* sin,
+                           const int32_t* positions);
+    void (*paged_attention)(const AttentionCall& call);
+    void (*gate_topk)(const float* logits, int64_t stride, int64_t T, int64_t E, int64_t k, bool renormalise,
+                      int32_t* ids, float* weights);
+    void (*grouped_ffn)(const ExpertCall& call);
+    void (*combine)(const float* rows, int64_t stride, const int32_t* slots, const float* weights, int64_t T, int64_t K,
+                    int64_t D, float* hidden, int64_t hidden_stride);
+    void (*exp)(const float* x, int64_t n, float* out);  // for the test of its accuracy
+};
+
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx2();
+const Kernels* kernels_portable();
+
+// This thread's scratch memory, one buffer per `which`, 64-byte aligned, kept until the thread ends.
+enum Scratch : int { SCORES = 0, POINTERS = 1, INNER = 2, SMALL = 3, NUM_SCRATCH = 4 };
+void* scratch(Scratch which, size_t bytes);
+
+}  // namespace edge

@@ -1,0 +1,27 @@
+// The body of one ISA unit: the same source for all of them. EDGE_TABLE names the unit's table.
+#include "table.h"
+
+#if defined(EDGE_AVX512) || defined(EDGE_AVX2)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace edge {
+namespace {
+
+#include "lanes.h"
+#include "matmul.h"
+#include "rows.h"
+#include "moe.h"
+#include "attention.h"
+
+}  // namespace
+
+const Kernels* EDGE_TABLE() {
+    static const Kernels table = {EDGE_ISA_NAME, linear,      rms_norm, head_norm_rope, paged_attention,
+                                  gate_topk,     grouped_ffn, combine,  exp_row};
+    return &table;
+}
+
+}  // namespace edge

@@ -1,0 +1,294 @@
+"""The face of the kernels: checks arguments, makes missing outputs, calls the backend. Knows no model and no layout.
+
+All tensors are CPU tensors, float32 unless said, indices int32. An `out` may be the first rows of a larger buffer.
+A wrong shape or dtype is a ValueError that names argument, found and expected. What each operation means, with shapes,
+stands once: in `kernels/reference/`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import backends
+from kernels.packing import ITEM_BYTES, KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
+from kernels.reference.dispatch import Dispatched
+from kernels.reference.rope import rope_table
+from kernels.weights import ExpertBank, ExpertWeight, LinearWeight
+
+__all__ = [
+    "Dispatched",
+    "ExpertBank",
+    "ExpertWeight",
+    "LinearWeight",
+    "combine",
+    "dispatch",
+    "embed",
+    "gate_topk",
+    "grouped_ffn",
+    "head_norm_rope",
+    "kv_write",
+    "linear",
+    "pack_expert",
+    "pack_linear",
+    "pack_linear_rows",
+    "packed_expert_bytes",
+    "packed_linear_bytes",
+    "paged_attention",
+    "rms_norm",
+    "rope_table",
+]
+
+F32, I32 = torch.float32, torch.int32
+AS_STORED = "as_stored"
+
+
+def _wrong(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int | str]) -> ValueError:
+    """The error for a tensor that is not dense [shape] of dtype on the CPU; words stand for sizes that are free."""
+    found = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {list(tensor.stride())}"
+    wanted = f"[{', '.join(str(size) for size in shape)}] {dtype} on cpu, dense within a row"
+    return ValueError(f"{name}: found {found}, expected {wanted}".replace("torch.", ""))
+
+
+def _rows(name: str, tensor: Tensor, columns: int, T: int = -1) -> None:
+    """Check float32 [T, columns] whose rows may be strided; T -1 is any."""
+    shape = tensor.shape
+    if (
+        len(shape) != 2
+        or shape[1] != columns
+        or (shape[0] != T and T >= 0)
+        or tensor.dtype is not F32
+        or not tensor.is_cpu
+        or (columns > 1 and tensor.stride(1) != 1)
+    ):
+        raise _wrong(name, tensor, F32, ("rows" if T < 0 else T, columns))
+
+
+def _dense(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """Check a contiguous tensor of this shape."""
+    if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_cpu or not tensor.is_contiguous():
+        raise _wrong(name, tensor, dtype, shape)
+
+
+def _heads(name: str, tensor: Tensor, T: int, heads: int, P: int) -> None:
+    """Check float32 [T, heads, P] whose rows may be strided, each row dense."""
+    if (
+        tensor.shape != (T, heads, P)
+        or tensor.dtype is not F32
+        or not tensor.is_cpu
+        or (T > 0 and not tensor[0].is_contiguous())
+    ):
+        raise _wrong(name, tensor, F32, (T, heads, P))
+
+
+def _packed_dtype(name: str, weight: Tensor, format: str) -> torch.dtype:
+    """The dtype a weight is kept in: its own, or the one `format` names."""
+    stored = str(weight.dtype).removeprefix("torch.")
+    wanted = stored if format == AS_STORED else format
+    if stored not in ITEM_BYTES:
+        raise ValueError(f"{name}: found {stored}, expected one of {', '.join(ITEM_BYTES)}")
+    if wanted not in ITEM_BYTES:
+        raise ValueError(f"format: found {wanted!r}, expected {AS_STORED} or one of {', '.join(ITEM_BYTES)}")
+    return getattr(torch, wanted)
+
+
+def pack_linear(weight: Tensor, *, format: str = AS_STORED) -> LinearWeight:
+    """Pack a weight [N, K] as checkpoints hold it. `weight` may be released afterwards."""
+    return pack_linear_rows([weight], format=format)
+
+
+def pack_linear_rows(weights: Sequence[Tensor], *, format: str = AS_STORED) -> LinearWeight:
+    """Pack several weights [Ni, K] as one, rows one after another (q, k, v)."""
+    if not weights:
+        raise ValueError("weights: found none, expected at least one")
+    dtype = _packed_dtype("weights[0]", weights[0], format)
+    K = weights[0].shape[-1]
+    for i, weight in enumerate(weights):
+        if weight.dim() != 2 or weight.shape[1] != K or weight.dtype is not weights[0].dtype:
+            raise _wrong(f"weights[{i}]", weight, weights[0].dtype, ("rows", K))
+    backend = backends.active()
+    N = sum(len(weight) for weight in weights)
+    return LinearWeight(N, K, str(dtype).removeprefix("torch."), backend.pack_rows(weights, dtype), backend)
+
+
+def pack_expert(gate: Tensor, up: Tensor, down: Tensor, *, format: str = AS_STORED) -> ExpertWeight:
+    """Pack one expert: gate and up [F, D], down [D, F]."""
+    dtype = _packed_dtype("gate", gate, format)
+    if gate.dim() != 2:
+        raise _wrong("gate", gate, gate.dtype, ("F", "D"))
+    F, D = gate.shape
+    for name, weight, shape in (("up", up, (F, D)), ("down", down, (D, F))):
+        if weight.shape != shape or weight.dtype is not gate.dtype:
+            raise _wrong(name, weight, gate.dtype, shape)
+    backend = backends.active()
+    handle = backend.pack_expert(gate, up, down, dtype)
+    return ExpertWeight(D, F, str(dtype).removeprefix("torch."), handle, backend)
+
+
+def linear(x: Tensor, w: LinearWeight, *, out: Tensor | None = None, add: bool = False) -> Tensor:
+    """x [T, K] times w transposed: [T, N]. With `add`, out += the finished product (out is the residual)."""
+    _rows("x", x, w.num_inputs)
+    if out is None:
+        if add:
+            raise ValueError("out: found None, expected the residual to add to")
+        out = torch.empty(x.shape[0], w.num_outputs)
+    else:
+        _rows("out", out, w.num_outputs, x.shape[0])
+    w.backend.linear(x, w.handle, out, add)
+    return out
+
+
+def embed(token_ids: Tensor, w: LinearWeight, *, out: Tensor | None = None) -> Tensor:
+    """Rows token_ids [T] of a packed weight, widened: [T, K]."""
+    T = token_ids.shape[0]
+    _dense("token_ids", token_ids, I32, (T,))
+    if out is None:
+        out = torch.empty(T, w.num_inputs)
+    else:
+        _rows("out", out, w.num_inputs, T)
+    w.backend.embed(token_ids, w.handle, out)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """Rows [T, D] scaled to a mean square of 1, times weight [D]."""
+    D = weight.shape[0]
+    _rows("x", x, D)
+    _dense("weight", weight, F32, (D,))
+    if out is None:
+        out = torch.empty(x.shape[0], D)
+    else:
+        _rows("out", out, D, x.shape[0])
+    backends.active().rms_norm(x, weight, eps, out)
+    return out
+
+
+def head_norm_rope(
+    x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, positions: Tensor
+) -> None:
+    """Norm the heads of x [T, H, P] (if weight [P] is given), then rotate them by their positions. In place."""
+    if x.dim() != 3 or x.dtype is not F32 or not x.is_cpu or x.shape[2] % 2 or x.stride(2) != 1:
+        raise _wrong("x", x, F32, ("T", "H", "P even"))
+    T, _, P = x.shape
+    if weight is not None:
+        _dense("weight", weight, F32, (P,))
+    _dense("cos", cos, F32, (cos.shape[0], P // 2))
+    _dense("sin", sin, F32, cos.shape)
+    _dense("positions", positions, I32, (T,))
+    backends.active().head_norm_rope(x, weight, eps, cos, sin, positions)
+
+
+def _pages(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int]:
+    """Check the pages of one layer; their G and P."""
+    if k_pages.dim() != 4:
+        raise _wrong("k_pages", k_pages, F32, ("num_blocks", "G", "P", KV_BLOCK_TOKENS))
+    num_blocks, G, P, _ = k_pages.shape
+    _dense("k_pages", k_pages, F32, (num_blocks, G, P, KV_BLOCK_TOKENS))
+    _dense("v_pages", v_pages, F32, (num_blocks, G, KV_BLOCK_TOKENS, P))
+    return G, P
+
+
+def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """Write keys and values [T, G, P] to slots [T] (block * 16 + offset) of one layer's pages."""
+    G, P = _pages(k_pages, v_pages)
+    T = slots.shape[0]
+    _dense("slots", slots, I32, (T,))
+    _heads("k", k, T, G, P)
+    _heads("v", v, T, G, P)
+    backends.active().kv_write(k, v, k_pages, v_pages, slots)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    row_request: Tensor,
+    row_position: Tensor,
+    scale: float,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of rows q [T, H, P] over positions 0..row_position of their requests: [T, H, P]."""
+    G, P = _pages(k_pages, v_pages)
+    if q.dim() != 3 or q.shape[1] % G:
+        raise _wrong("q", q, F32, ("T", f"H a multiple of {G}", P))
+    T, H, _ = q.shape
+    _heads("q", q, T, H, P)
+    if block_tables.dim() != 2:
+        raise _wrong("block_tables", block_tables, I32, ("B", "M"))
+    _dense("block_tables", block_tables, I32, block_tables.shape)
+    _dense("row_request", row_request, I32, (T,))
+    _dense("row_position", row_position, I32, (T,))
+    if out is None:
+        out = torch.empty(T, H, P)
+    else:
+        _heads("out", out, T, H, P)
+    backends.active().paged_attention(
+        q, k_pages, v_pages, block_tables, row_request, row_position, scale, out
+    )
+    return out
+
+
+def gate_topk(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """The k best experts of each row of logits [T, E], ties to the lowest id: ids and weights [T, k]."""
+    T, E = logits.shape
+    _rows("logits", logits, E)
+    if not 1 <= k <= E:
+        raise ValueError(f"k: found {k}, expected 1 to {E}, the number of experts")
+    ids = torch.empty(T, k, dtype=I32)
+    weights = torch.empty(T, k)
+    backends.active().gate_topk(logits, k, renormalise, ids, weights)
+    return ids, weights
+
+
+def dispatch(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int) -> Dispatched:
+    """Group the pairs of expert_ids [T, K] by host_of_expert [E]; pairs of host -1 appear in no group."""
+    if expert_ids.dim() != 2:
+        raise _wrong("expert_ids", expert_ids, I32, ("T", "K"))
+    _dense("expert_ids", expert_ids, I32, expert_ids.shape)
+    _dense("host_of_expert", host_of_expert, I32, (host_of_expert.shape[0],))
+    return backends.active().dispatch(expert_ids, host_of_expert, num_hosts)
+
+
+def grouped_ffn(
+    x: Tensor,
+    rows: Tensor,
+    expert_ids: Tensor,
+    bank: ExpertBank,
+    *,
+    activation: str = "swiglu",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Row rows[i] of x [T, D] through expert expert_ids[i] of the bank, unweighted: [R, D]."""
+    if activation != "swiglu":
+        raise ValueError(f"activation: found {activation!r}, expected 'swiglu'")
+    R, D = rows.shape[0], bank.D
+    _rows("x", x, D)
+    _dense("rows", rows, I32, (R,))
+    _dense("expert_ids", expert_ids, I32, (R,))
+    if out is None:
+        out = torch.empty(R, D)
+    else:
+        _rows("out", out, D, R)
+    if R == 0:
+        return out
+    if bank.backend is None:
+        raise IndexError(
+            f"expert_ids: asks for expert {int(expert_ids[0])}, but no expert is resident in this bank"
+        )
+    bank.backend.grouped_ffn(x, rows, expert_ids, bank.handle, out)
+    return out
+
+
+def combine(expert_out: Tensor, slots: Tensor, gate_weights: Tensor, hidden: Tensor) -> None:
+    """hidden [T, D] += each token's expert rows, weighted and summed in slot order; slot -1 is skipped."""
+    if slots.dim() != 2 or hidden.dim() != 2:
+        raise _wrong("slots", slots, I32, ("T", "K"))
+    T, K = slots.shape
+    D = hidden.shape[1]
+    _dense("slots", slots, I32, (T, K))
+    _dense("gate_weights", gate_weights, F32, (T, K))
+    _rows("hidden", hidden, D, T)
+    _rows("expert_out", expert_out, D)
+    backends.active().combine(expert_out, slots, gate_weights, hidden)

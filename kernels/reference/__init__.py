@@ -1,0 +1,33 @@
+"""The plain definition of every operation: what the fast versions must equal. Slow, loops included.
+
+Arguments are what `kernels.ops` checked; results go into `out`. The docstrings with shapes stand here once.
+"""
+
+from kernels.reference.combine import combine
+from kernels.reference.dispatch import dispatch
+from kernels.reference.gate_topk import gate_topk
+from kernels.reference.grouped_ffn import grouped_ffn, new_bank, pack_expert
+from kernels.reference.kv_blocks import kv_write
+from kernels.reference.linear import embed, linear, pack_rows
+from kernels.reference.paged_attention import paged_attention
+from kernels.reference.rms_norm import rms_norm
+from kernels.reference.rope import head_norm_rope
+
+NAME = "reference"
+
+__all__ = [
+    "NAME",
+    "combine",
+    "dispatch",
+    "embed",
+    "gate_topk",
+    "grouped_ffn",
+    "head_norm_rope",
+    "kv_write",
+    "linear",
+    "new_bank",
+    "pack_expert",
+    "pack_rows",
+    "paged_attention",
+    "rms_norm",
+]

@@ -1,0 +1,26 @@
+"""combine: expert order back to token order, weighted."""
+
+import torch
+from torch import Tensor
+
+from kernels.reference.chain import fma
+
+
+def combine(expert_out: Tensor, slots: Tensor, gate_weights: Tensor, hidden: Tensor) -> None:
+    """Add up each token's expert outputs in slot order, from 0, and add the finished sum to the residual.
+
+    expert_out    [R, D]  float32, one row per (token, expert) pair that was computed
+    slots         [T, K]  int32, the pair's row in expert_out; -1 if it did not come: never read. Else: ValueError
+    gate_weights  [T, K]  float32
+    hidden        [T, D]  float32, the residual, added to in place
+    """
+    R = len(expert_out)
+    for i, slot in enumerate(slots.flatten().tolist()):
+        if not -1 <= slot < R:
+            raise ValueError(f"slots: entry {i} is {slot}, expected -1 to {R - 1}")
+    for t, row_slots in enumerate(slots.tolist()):
+        total = torch.zeros(hidden.shape[1])
+        for j, slot in enumerate(row_slots):
+            if slot >= 0:
+                total = fma(gate_weights[t, j], expert_out[slot], total)
+        hidden[t] += total

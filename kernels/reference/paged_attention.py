@@ -1,0 +1,51 @@
+"""paged_attention: causal attention of rows over their requests' blocks."""
+
+import torch
+from torch import Tensor
+
+from kernels.reference.chain import chain, lane_sum
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    row_request: Tensor,
+    row_position: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Let row t attend to positions 0..row_position[t] of request row_request[t], prefill and decode rows alike.
+
+    q             [T, H, P]               float32; rows may be strided, heads are dense
+    k_pages       [num_blocks, G, P, 16]  float32
+    v_pages       [num_blocks, G, 16, P]  float32
+    block_tables  [B, M]                  int32, blocks of each request in order; entries behind its last are not read
+    row_request   [T]                     int32
+    row_position  [T]                     int32
+    scale                                 applied to finished scores
+    out           [T, H, P]               float32
+
+    Query head h reads kv head h * G // H. Scores are chains over p, outputs chains over tokens in order of the
+    unnormalised probabilities, divided by their sum at the end. What stands in unused lanes of a block is never used.
+    Values that point nowhere (request, position, block): ValueError.
+    """
+    heads_per_group = q.shape[1] // k_pages.shape[1]
+    for t, (request, position) in enumerate(zip(row_request.tolist(), row_position.tolist(), strict=True)):
+        if not 0 <= request < len(block_tables):
+            raise ValueError(f"row_request: entry {t} is {request}, expected 0 to {len(block_tables) - 1}")
+        if not 0 <= position < block_tables.shape[1] * 16:
+            limit = block_tables.shape[1] * 16 - 1
+            raise ValueError(f"row_position: entry {t} is {position}, expected 0 to {limit}")
+        blocks = block_tables[request, : position // 16 + 1].long()
+        if not 0 <= int(blocks.min()) <= int(blocks.max()) < len(k_pages):
+            raise ValueError(f"block_tables: found {blocks.tolist()}, expected 0 to {len(k_pages) - 1}")
+        length = position + 1
+        for h in range(q.shape[1]):
+            g = h // heads_per_group
+            keys = k_pages[blocks, g].permute(0, 2, 1).reshape(-1, q.shape[2])[:length]
+            values = v_pages[blocks, g].reshape(-1, q.shape[2])[:length]
+            scores = chain(q[t, h][None], keys)[0] * scale
+            unnormalised = torch.exp(scores - scores.max())
+            out[t, h] = chain(unnormalised[None], values.T)[0] / lane_sum(unnormalised)

@@ -1,0 +1,64 @@
+"""The native CPU kernels as an optional extension. All metadata stands in pyproject.toml.
+
+Installing never fails for want of a compiler: the runtime then works on its torch path, and `edge-runtime doctor`
+says so.
+"""
+
+from pathlib import Path
+
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+
+FOLDER = "kernels/cpu/native"
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",
+]
+ISA_FLAGS = {  # one unit per instruction set, all of the same source
+    "isa_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+    "isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+}
+
+
+class BuildNative(build_ext):
+    """Compiles each ISA unit with its own flags; on other machines than x86-64 those units are empty."""
+
+    def build_extension(self, ext: Pybind11Extension) -> None:
+        compile_one = self.compiler._compile
+
+        def compile_unit(obj, src, ext_name, cc_args, extra, pp_opts):  # type: ignore[no-untyped-def]
+            flags = ISA_FLAGS.get(Path(src).name, [])
+            if flags and not self._accepts(flags):
+                flags = []
+            compile_one(obj, src, ext_name, cc_args, [*extra, *flags], pp_opts)
+
+        self.compiler._compile = compile_unit
+        try:
+            super().build_extension(ext)
+        finally:
+            self.compiler._compile = compile_one
+
+    def _accepts(self, flags: list[str]) -> bool:
+        import platform
+
+        return platform.machine().lower() in ("x86_64", "amd64")
+
+
+native = Pybind11Extension(
+    "kernels.cpu._native",
+    sources=sorted(str(path) for path in Path(FOLDER).glob("*.cpp")),
+    depends=sorted(str(path) for path in Path(FOLDER).glob("*.h")),
+    include_dirs=[FOLDER],
+    extra_compile_args=FLAGS,
+    optional=True,
+)
+
+setup(ext_modules=[native], cmdclass={"build_ext": BuildNative})

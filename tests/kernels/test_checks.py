@@ -1,0 +1,117 @@
+"""What is wrong with an argument is said in one sentence: its name, what was found, what was expected."""
+
+import pytest
+import torch
+
+from kernels import ops
+
+F32, I32 = torch.float32, torch.int32
+
+
+def test_linear_names_the_argument_at_fault(random):
+    w = ops.pack_linear(random(20, 8))
+    for x in (random(3, 9), random(3), random(3, 8).double(), random(8, 3).T, random(3, 8).bfloat16()):
+        with pytest.raises(ValueError, match=r"^x: found .* expected \[rows, 8\] float32 on cpu"):
+            ops.linear(x, w)
+    for out in (torch.empty(2, 20), torch.empty(3, 19), torch.empty(3, 20).double(), torch.empty(20, 3).T):
+        with pytest.raises(ValueError, match=r"^out: found .* expected \[3, 20\] float32"):
+            ops.linear(random(3, 8), w, out=out)
+    with pytest.raises(ValueError, match="^out: found None"):
+        ops.linear(random(3, 8), w, add=True)
+
+
+def test_packing_names_the_weight_at_fault(random):
+    with pytest.raises(ValueError, match="^weights: found none"):
+        ops.pack_linear_rows([])
+    with pytest.raises(ValueError, match=r"^weights\[1\]: found \[4, 9\]"):
+        ops.pack_linear_rows([random(4, 8), random(4, 9)])
+    with pytest.raises(ValueError, match=r"^weights\[1\]: found .*bfloat16"):
+        ops.pack_linear_rows([random(4, 8), random(4, 8).bfloat16()])
+    with pytest.raises(ValueError, match="found int8, expected one of bfloat16, float16, float32"):
+        ops.pack_linear(torch.zeros(4, 8, dtype=torch.int8))
+    with pytest.raises(ValueError, match="^format: found 'int3'"):
+        ops.pack_linear(random(4, 8), format="int3")
+    with pytest.raises(ValueError, match=r"^down: found \[4, 8\] .* expected \[8, 4\]"):
+        ops.pack_expert(random(4, 8), random(4, 8), random(4, 8))
+
+
+def test_indices_must_be_int32(random):
+    w = ops.pack_linear(random(20, 8))
+    with pytest.raises(ValueError, match=r"^token_ids: found \[3\] int64 .* expected \[3\] int32"):
+        ops.embed(torch.zeros(3, dtype=torch.int64), w)
+    with pytest.raises(ValueError, match="^host_of_expert"):
+        ops.dispatch(torch.zeros(2, 2, dtype=I32), torch.zeros(4), 1)
+
+
+def test_head_norm_rope_names_the_argument_at_fault(random):
+    cos, sin = ops.rope_table(4, 8, 10000.0)
+    at = torch.zeros(2, dtype=I32)
+    cases = {
+        "x": (random(2, 3, 7), None, cos, sin, at),
+        "weight": (random(2, 3, 8), random(7), cos, sin, at),
+        "cos": (random(2, 3, 8), None, cos[:, :3], sin, at),
+        "sin": (random(2, 3, 8), None, cos, sin[:3], at),
+        "positions": (random(2, 3, 8), None, cos, sin, at[:1]),
+    }
+    for name, (x, weight, c, s, positions) in cases.items():
+        with pytest.raises(ValueError, match=f"^{name}: found"):
+            ops.head_norm_rope(x, weight, 1e-6, c, s, positions)
+
+
+def test_attention_names_the_argument_at_fault(random):
+    def call(**changed):
+        arguments = {
+            "q": random(2, 4, 8),
+            "k_pages": torch.zeros(3, 2, 8, 16),
+            "v_pages": torch.zeros(3, 2, 16, 8),
+            "block_tables": torch.zeros(1, 2, dtype=I32),
+            "row_request": torch.zeros(2, dtype=I32),
+            "row_position": torch.zeros(2, dtype=I32),
+        }
+        return ops.paged_attention(**{**arguments, **changed}, scale=1.0)
+
+    call()
+    for name, wrong in {
+        "q": random(2, 3, 8),
+        "k_pages": torch.zeros(3, 2, 8, 15),
+        "v_pages": torch.zeros(3, 2, 8, 16),
+        "block_tables": torch.zeros(2, dtype=I32),
+        "row_request": torch.zeros(3, dtype=I32),
+        "row_position": torch.zeros(2),
+        "out": torch.zeros(2, 4, 7),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}: found"):
+            call(**{name: wrong})
+
+
+def test_the_others_name_the_argument_at_fault(random):
+    with pytest.raises(ValueError, match="^weight: found"):
+        ops.rms_norm(random(2, 8), random(8).double(), 1e-6)
+    with pytest.raises(ValueError, match="^k: found 9, expected 1 to 8"):
+        ops.gate_topk(random(2, 8), 9, renormalise=True)
+    with pytest.raises(ValueError, match="^slots: found"):
+        ops.kv_write(
+            random(1, 2, 8),
+            random(1, 2, 8),
+            torch.zeros(1, 2, 8, 16),
+            torch.zeros(1, 2, 16, 8),
+            torch.zeros(1),
+        )
+    with pytest.raises(ValueError, match="^k: found"):
+        ops.kv_write(
+            random(1, 2, 9),
+            random(1, 2, 8),
+            torch.zeros(1, 2, 8, 16),
+            torch.zeros(1, 2, 16, 8),
+            torch.zeros(1, dtype=I32),
+        )
+    with pytest.raises(ValueError, match="^gate_weights: found"):
+        ops.combine(random(1, 8), torch.zeros(2, 1, dtype=I32), random(2, 2), random(2, 8))
+    with pytest.raises(ValueError, match="^activation: found 'relu'"):
+        ops.grouped_ffn(
+            random(1, 8),
+            torch.zeros(1, dtype=I32),
+            torch.zeros(1, dtype=I32),
+            ops.ExpertBank(1, 8, 8),
+            activation="relu",
+        )

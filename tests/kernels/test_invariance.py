@@ -1,0 +1,172 @@
+"""A row's result does not depend on its neighbours, nor on the instruction set."""
+
+import pytest
+import torch
+
+from kernels import backends, ops
+
+BATCHES = (1, 2, 3, 5, 8, 13, 16, 31, 64, 140)
+
+
+def batches_around(row, num_rows, random):
+    """Index lists that hold the row at some place among others."""
+    for size in BATCHES:
+        others = random.integers(num_rows, (size,)).long()
+        others[int(random.integers(size, (1,)))] = row
+        yield others
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("N, K", [(8, 5), (96, 256), (257, 64), (32, 130)])
+def test_a_linear_row_is_the_same_in_any_batch(backend, random, N, K, threads):
+    torch.set_num_threads(threads)
+    x, w = random(40, K), ops.pack_linear(random(N, K).bfloat16())
+    for row in range(0, 40, 7):
+        alone = ops.linear(x[row : row + 1], w)[0]
+        for batch in batches_around(row, 40, random):
+            out = ops.linear(x[batch], w)
+            assert all(torch.equal(out[place], alone) for place in (batch == row).nonzero().flatten())
+
+
+def test_an_expert_row_is_the_same_in_any_batch(backend, random, make_bank):
+    bank, _ = make_bank(3, 64, 40)
+    x = random(40, 64)
+    for row in range(0, 40, 9):
+        alone = ops.grouped_ffn(
+            x, torch.tensor([row], dtype=torch.int32), torch.tensor([1], dtype=torch.int32), bank
+        )[0]
+        for batch in batches_around(row, 40, random):
+            ids = random.integers(3, (len(batch),))
+            ids[batch == row] = 1
+            out = ops.grouped_ffn(x, batch.int(), ids, bank)
+            assert all(torch.equal(out[place], alone) for place in (batch == row).nonzero().flatten())
+
+
+@pytest.mark.parametrize("H, G, P", [(4, 2, 64), (6, 1, 20), (2, 2, 16)])
+def test_an_attention_row_is_the_same_in_any_batch(backend, random, make_pages, H, G, P):
+    lengths = [90, 5, 33, 64]
+    k_pages, v_pages, tables, _ = make_pages(lengths, G, P)
+    rows = [(request, position) for request, n in enumerate(lengths) for position in range(n)]
+    where = torch.tensor(rows, dtype=torch.int32)
+    q = random(len(rows), H, P)
+
+    def attend(batch):
+        request, position = where[batch].T.contiguous()
+        return ops.paged_attention(q[batch], k_pages, v_pages, tables, request, position, P**-0.5)
+
+    together = attend(torch.arange(len(rows)))
+    for row in range(0, len(rows), 17):
+        alone = attend(torch.tensor([row]))[0]
+        assert torch.equal(together[row], alone)
+        for batch in batches_around(row, len(rows), random):
+            out = attend(batch)
+            assert all(torch.equal(out[place], alone) for place in (batch == row).nonzero().flatten())
+
+
+def test_norms_gates_and_sums_are_the_same_in_any_batch(backend, random):
+    x, weight, logits, hidden = random(40, 100), random(100), random(40, 21), random(40, 100)
+    slots, gate_weights = random.integers(41, (40, 3)) - 1, random(40, 3)
+    cos, sin = ops.rope_table(40, 20, 10000.0)
+    heads, positions = random(40, 5, 20), random.integers(40, (40,))
+
+    def run(batch):
+        residual, rotated = hidden[batch], heads[batch]
+        ops.combine(x, slots[batch], gate_weights[batch], residual)
+        ops.head_norm_rope(rotated, weight[:20], 1e-6, cos, sin, positions[batch])
+        return (
+            ops.rms_norm(x[batch], weight, 1e-6),
+            *ops.gate_topk(logits[batch], 4, renormalise=True),
+            residual,
+            rotated,
+        )
+
+    for row in range(0, 40, 7):
+        alone = run(torch.tensor([row]))
+        for batch in batches_around(row, 40, random):
+            for one, many in zip(alone, run(batch), strict=True):
+                assert all(torch.equal(many[place], one[0]) for place in (batch == row).nonzero().flatten())
+
+
+@pytest.fixture
+def on_every_isa(native):
+    """on_every_isa(call) -> call's results on each instruction set this machine runs."""
+    from kernels.cpu import _native
+
+    best = _native.isa()
+
+    def run(call):
+        results = []
+        for isa in _native.runnable_isas():
+            backends.use_isa(isa)
+            results.append(call())
+        return results
+
+    yield run
+    backends.use_isa(best)
+
+
+def assert_same_bits(results):
+    for result in results[1:]:
+        assert torch.equal(result.view(torch.int32), results[0].view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("T, N, K", [(1, 130, 64), (2, 40, 33), (3, 90, 20), (7, 70, 48), (20, 100, 31)])
+def test_linear_has_the_same_bits_on_every_isa(on_every_isa, random, T, N, K, dtype):
+    x, w = random(T, K), ops.pack_linear(random(N, K).to(dtype))
+    assert_same_bits(on_every_isa(lambda: ops.linear(x, w)))
+
+
+@pytest.mark.parametrize("D, F", [(33, 17), (64, 96)])
+def test_grouped_ffn_has_the_same_bits_on_every_isa(on_every_isa, random, make_bank, D, F):
+    bank, _ = make_bank(4, D, F)
+    x, rows, ids = random(9, D, scale=4.0), random.integers(9, (40,)), random.integers(4, (40,))
+    assert_same_bits(on_every_isa(lambda: ops.grouped_ffn(x, rows, ids, bank)))
+
+
+@pytest.mark.parametrize("H, G, P", [(4, 2, 64), (6, 1, 20), (9, 1, 40)])
+def test_attention_has_the_same_bits_on_every_isa(on_every_isa, random, make_pages, H, G, P):
+    k_pages, v_pages, tables, _ = make_pages([50, 7], G, P)
+    request = torch.tensor([0] * 20 + [1, 0, 1], dtype=torch.int32)
+    position = torch.tensor([*range(20, 40), 6, 49, 0], dtype=torch.int32)
+    q = random(23, H, P, scale=3.0)
+    assert_same_bits(
+        on_every_isa(lambda: ops.paged_attention(q, k_pages, v_pages, tables, request, position, 0.3))
+    )
+
+
+def test_norms_gates_and_sums_have_the_same_bits_on_every_isa(on_every_isa, random):
+    x, weight, logits, hidden = random(9, 100), random(100), random(9, 37, scale=5.0), random(9, 100)
+    slots, gate_weights = random.integers(10, (9, 3)) - 1, random(9, 3)
+    cos, sin = ops.rope_table(40, 100, 10000.0)
+    positions = random.integers(40, (9,))
+
+    def run():
+        residual, rotated = hidden.clone(), x.clone().view(9, 1, 100)
+        ops.combine(x, slots, gate_weights, residual)
+        ops.head_norm_rope(rotated, weight, 1e-6, cos, sin, positions)
+        ids, weights = ops.gate_topk(logits, 4, renormalise=True)
+        parts = (ops.rms_norm(x, weight, 1e-6), ids.view(torch.float32), weights, residual, rotated)
+        return torch.cat([part.flatten() for part in parts])
+
+    assert_same_bits(on_every_isa(run))
+
+
+def test_exp_is_within_two_units_in_the_last_place_on_every_isa(on_every_isa):
+    from kernels.cpu import _native
+
+    x = torch.cat([torch.linspace(-87.3, 88.3, 50_001), torch.linspace(-1, 1, 10_001), torch.zeros(1)])
+    edges = torch.tensor([-torch.inf, -1e30, -88.0, torch.nan])
+
+    def run(values):
+        out = torch.empty_like(values)
+        _native.exp(values.data_ptr(), len(values), out.data_ptr())
+        return out
+
+    results = on_every_isa(lambda: run(x))
+    assert_same_bits(results)
+    true = x.double().exp()
+    unit = torch.nextafter(true.float(), torch.tensor(torch.inf)).double() - true.float().double()
+    assert ((results[0].double() - true).abs() / unit).max() <= 2
+    for result in on_every_isa(lambda: run(edges)):
+        assert result[:3].tolist() == [0, 0, 0] and result[3].isnan()
