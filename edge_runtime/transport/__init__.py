@@ -1,4 +1,5 @@
-"""Messages between processes: sockets (`endpoint`), fan-out calls (`calls`), keys, and the same in memory (`memory`).
+"""Messages between processes: `endpoint` over sockets, `memory` within one process, both as `interface` says.
 
-`credits` and `heartbeat` are pure. Nothing here knows what a message is for.
+`calls` is the token path's fan-out, `keys` says who may connect, `credits` and `heartbeat` are pure. Nothing here knows
+what a message is for.
 """

@@ -6,39 +6,14 @@ peer is that peer's outcome, a value. Works with any channel; knows nothing of e
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from edge_runtime.clock import Clock, SystemClock
-from edge_runtime.errors import DeadlinePassed, PeerError, PeerLost, ProtocolError, Refusal
+from edge_runtime.errors import DeadlinePassed, PeerError, ProtocolError, Refusal
 from edge_runtime.protocol import BadMessage, Envelope, Message, Refused
-from edge_runtime.transport.endpoint import Sent, next_call_id
-
-_SLICE_S = 0.02  # how often a wait looks whether the peer is still there
+from edge_runtime.transport.interface import SLICE_S, AnyChannel, Sent, next_call_id
 
 Outcome = Envelope | PeerError | Refusal
-
-
-class CallChannel(Protocol):
-    """What a fan-out needs of a channel."""
-
-    name: str
-
-    def send(
-        self,
-        message: Message,
-        *,
-        call_id: int = 0,
-        epoch: int = 0,
-        ttl_s: float | None = None,
-        tensors: Sequence[Any] = (),
-        zero_copy: bool = False,
-    ) -> Sent: ...
-
-    def receive(self, timeout_s: float) -> Envelope | None: ...
-
-    def is_lost(self) -> bool: ...
-
-    def lost_error(self) -> PeerLost: ...
 
 
 class Pending(NamedTuple):
@@ -47,7 +22,7 @@ class Pending(NamedTuple):
     call_id: int
     sent_s: float
     deadline_s: float
-    channels: Sequence[CallChannel]
+    channels: Sequence[AnyChannel]
     sent: list[Sent]
 
 
@@ -60,7 +35,7 @@ class PeerCalls:
 
     def send(
         self,
-        channels: Sequence[CallChannel],
+        channels: Sequence[AnyChannel],
         messages: Sequence[Message],
         tensors: Sequence[Sequence[Any]],
         *,
@@ -84,19 +59,19 @@ class PeerCalls:
         """One outcome per channel: the reply, or why there is none."""
         return [self._await(pending, *pair) for pair in zip(pending.channels, pending.sent, strict=True)]
 
-    def _await(self, pending: Pending, channel: CallChannel, sent: Sent) -> Outcome:
+    def _await(self, pending: Pending, channel: AnyChannel, sent: Sent) -> Outcome:
         if not sent:
             return self._not_sent(channel, sent)
         left = pending.deadline_s - self._clock.now()
         while True:
             was_lost = False
             try:
-                envelope = channel.receive(max(0.0, min(left, _SLICE_S)))
+                envelope = channel.receive(max(0.0, min(left, SLICE_S)))
                 if envelope is None and (was_lost := channel.is_lost()):
                     envelope = channel.receive(0)  # what came before the end counts
             except BadMessage as error:
                 self.counters["bad"] += 1
-                return ProtocolError(f"{channel.name} sent what is not a message: {error}")
+                return ProtocolError(f"{channel.who} sent what is not a message: {error}")
             if envelope is not None:
                 if envelope.call_id == pending.call_id:
                     if type(envelope.message) is Refused:
@@ -112,10 +87,10 @@ class PeerCalls:
                 self.counters["late"] += 1
                 waited = self._clock.now() - pending.sent_s
                 return DeadlinePassed(
-                    f"{channel.name} did not answer call {pending.call_id} within {waited:.3f} s"
+                    f"{channel.who} did not answer call {pending.call_id} within {waited:.3f} s"
                 )
 
-    def _not_sent(self, channel: CallChannel, sent: Sent) -> Outcome:
+    def _not_sent(self, channel: AnyChannel, sent: Sent) -> Outcome:
         if sent is Sent.FULL:
             self.counters["full"] += 1
             return Refusal("busy", f"the queue to {channel.name} is full: {channel.name} does not keep up")

@@ -1,71 +1,53 @@
-"""Sockets: a `Server` that many peers talk to, a `Channel` to one peer. The only module that touches ZeroMQ's sockets.
+"""Servers and channels over ZeroMQ. With `keys.py` the only module that touches ZeroMQ; its errors end here.
 
-Plain blocking sockets with a deadline on every wait. `send` never waits: it says whether the message was taken. A
-socket belongs to the thread that uses it; only `Waker.wake` may be called from another. Nothing here knows what a
-message is for.
+Plain blocking sockets with a deadline on every wait. A socket belongs to the thread that uses it; only `Waker.wake` may
+be called from another. Nothing here knows what a message is.
 """
 
 import contextlib
-import enum
 import errno
 import math
 import os
 import socket as tcp
-from collections import Counter
 from collections.abc import Sequence
-from itertools import count
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from edge_runtime.clock import Clock, SystemClock
-from edge_runtime.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError
-from edge_runtime.protocol import (
-    MAX_FRAME_BYTES,
-    MAX_TENSORS,
-    PROTOCOL_VERSION,
-    BadMessage,
-    Envelope,
-    Frame,
-    Message,
-    Refused,
-    VersionMismatch,
-    decode,
-    encode,
-)
+from edge_runtime.clock import Clock
+from edge_runtime.errors import ConfigError
+from edge_runtime.protocol import MAX_FRAME_BYTES, MAX_TENSORS, Frame
+from edge_runtime.transport.interface import HIGH_WATER, AnyChannel, AnyServer, Sent, next_call_id
 from edge_runtime.transport.keys import Doorkeeper, Keys, require_keys_for
 
-HIGH_WATER = 256  # messages per peer and direction; credits keep a queue from ever reaching it
+__all__ = ["HIGH_WATER", "Channel", "Sent", "Server", "Waker", "next_call_id", "wait_any"]
+
 _ZERO_COPY_BYTES = 64 << 10  # below, a copy costs less than its bookkeeping
 _HANDSHAKE_MS = 5000
 _PING_MS, _PING_TIMEOUT_MS = 2000, 6000  # finds links that were cut without a word
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
 _LAST, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
-
-next_call_id = count(
-    1
-).__next__  # one sequence for the process, so that no two calls on a channel share an id
-
-
-class Sent(enum.Enum):
-    """What became of a message given to `send`. True only if it was taken."""
-
-    OK = "sent"
-    UNREACHABLE = "no connection to that peer"
-    FULL = "the peer's queue is full"
-
-    def __bool__(self) -> bool:
-        return self is Sent.OK
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 
 
 class Pollable(Protocol):
     def pollables(self) -> tuple[Any, ...]:
         """ZeroMQ sockets or file descriptors that become readable when there is something to do."""
 
+    def notice(self) -> None:
+        """Take in what the transport itself wants to know, so that it does not end the next wait as well."""
+
 
 def wait_any(sources: Sequence[Pollable], timeout_s: float) -> list[Pollable]:
-    """Sleep until one of `sources` has something to read, `timeout_s` at most; the ones that have, in order."""
+    """Sleep until one of `sources` has something to tell, `timeout_s` at most; the ones that have, in order.
+
+    A channel has something to tell also when its connection came up or went down.
+    """
     poller = zmq.Poller()
     owner: dict[Any, Pollable] = {}
     for source in sources:
@@ -73,7 +55,10 @@ def wait_any(sources: Sequence[Pollable], timeout_s: float) -> list[Pollable]:
             poller.register(pollable, zmq.POLLIN)
             owner[pollable] = source
     ready = {id(owner[pollable]) for pollable, _ in poller.poll(_ms(timeout_s))}
-    return [source for source in sources if id(source) in ready]
+    told = [source for source in sources if id(source) in ready]
+    for source in told:
+        source.notice()
+    return told
 
 
 class Waker:
@@ -96,17 +81,16 @@ class Waker:
     def pollables(self) -> tuple[Any, ...]:
         return (self._reader,)
 
+    def notice(self) -> None:
+        pass
+
     def close(self) -> None:
         os.close(self._reader)
         os.close(self._writer)
 
 
-class Server:
-    """Answers many peers at one address.
-
-    A peer is known by the id that its connection got here: a new connection is a new peer, and no peer can choose an
-    id. Whatever a peer sends, `receive` never raises for it: what is no message of ours is dropped and counted in
-    `counters` as "bad_<kind>".
+class Server(AnyServer):
+    """A ROUTER socket.
 
     address     where it listens really, also when asked for port 0
     key_owner   with keys: whose key signed the message last received
@@ -121,87 +105,58 @@ class Server:
         max_frame_bytes: int = MAX_FRAME_BYTES,
         clock: Clock | None = None,
     ) -> None:
+        """address: "host:port". ConfigError if it cannot be had, or is open to other machines without keys."""
+        super().__init__(clock)
         require_keys_for(address, keys)
-        self.counters: Counter[str] = Counter()
         self.key_owner = ""
-        self._clock = clock or SystemClock()
-        self._context = zmq.Context() if keys else zmq.Context.instance()
-        self._doorkeeper = Doorkeeper(self._context, keys) if keys else None
-        self._socket = self._context.socket(zmq.ROUTER)
-        _set_common_options(self._socket, high_water, max_frame_bytes)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._timeout_ms = -1
+        self._context = (
+            zmq.Context() if keys else zmq.Context.instance()
+        )  # a doorkeeper guards a whole context
+        self._doorkeeper = Doorkeeper(self._context, keys) if keys else None
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        _set_common_options(self._socket, address, high_water, max_frame_bytes)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
         try:
             if keys:
                 self._socket.set(zmq.CURVE_SERVER, 1)
                 self._socket.set(zmq.CURVE_PUBLICKEY, keys.public)
                 self._socket.set(zmq.CURVE_SECRETKEY, keys.secret)
-            self._socket.set(zmq.IPV6, "[" in address)
             self._socket.bind(_endpoint(address))
         except zmq.ZMQError as error:
             self.close()
             raise _bind_error(address, error) from error
-        self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT)).removeprefix("tcp://")
 
-    def receive(self, timeout_s: float) -> tuple[bytes, Envelope] | None:
-        """The next message and who sent it; None when none came in time."""
-        give_up = None
-        while True:
-            self._set_timeout(timeout_s if give_up is None else give_up - self._clock.now())
-            try:
-                first, frames = _read_frames(self._socket)
-            except zmq.Again:
-                return None
-            peer = first.bytes
-            if self._doorkeeper:
-                self.key_owner = str(first.get("User-Id"))
-            try:
-                envelope = decode(frames)
-            except VersionMismatch as mismatch:
-                self.counters["bad_version"] += 1
-                self.send(
-                    peer,
-                    Refused("version", f"this side speaks protocol {PROTOCOL_VERSION}, you {mismatch.found}"),
-                )
-            except BadMessage as error:
-                self.counters[f"bad_{error.kind}"] += 1
-            else:
-                self.counters["received"] += 1
-                return peer, envelope
-            give_up = give_up or self._clock.now() + timeout_s
+    def _take(self, timeout_s: float) -> tuple[bytes, list[Any]] | None:
+        timeout_ms = _ms(timeout_s)
+        if timeout_ms != self._timeout_ms:
+            self._timeout_ms = timeout_ms
+            self._socket.set(zmq.RCVTIMEO, timeout_ms)
+        try:
+            peer, frames = _read_frames(self._socket)
+        except zmq.Again:
+            return None
+        if self._doorkeeper:
+            self.key_owner = str(peer.get("User-Id"))
+        return peer.bytes, frames
 
-    def send(
-        self,
-        peer: bytes,
-        message: Message,
-        *,
-        call_id: int = 0,
-        epoch: int = 0,
-        ttl_s: float | None = None,
-        tensors: Sequence[Any] = (),
-        zero_copy: bool = False,
-    ) -> Sent:
-        """Queue a message for a peer. zero_copy: the arrays will not change until the message has left."""
-        frames = encode(message, call_id=call_id, epoch=epoch, ttl_s=ttl_s, tensors=tensors)
+    def _give(self, peer: bytes, frames: list[Frame], zero_copy: bool) -> Sent:
         try:
             _write_frames(self._socket, [peer, *frames], zero_copy)
         except zmq.Again:
-            self.counters["send_full"] += 1
             return Sent.FULL
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            self.counters["send_unreachable"] += 1
             return Sent.UNREACHABLE
         return Sent.OK
 
-    @property
-    def bad_messages(self) -> int:
-        """How many messages were dropped because they were not ours."""
-        return sum(number for name, number in self.counters.items() if name.startswith("bad_"))
-
     def pollables(self) -> tuple[Any, ...]:
         return (self._socket,)
+
+    def notice(self) -> None:
+        pass
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -209,25 +164,9 @@ class Server:
             self._doorkeeper.close()
             self._context.term()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _set_timeout(self, timeout_s: float) -> None:
-        timeout_ms = _ms(timeout_s)
-        if timeout_ms != self._timeout_ms:
-            self._timeout_ms = timeout_ms
-            self._socket.set(zmq.RCVTIMEO, timeout_ms)
-
-
-class Channel:
-    """A connection to one server.
-
-    It may be opened before the server is there. Once it was up and went down it stays lost until `reconnect`, which
-    forgets everything that was on its way: the other side may be another process by then, and wants a Hello.
-    """
+class Channel(AnyChannel):
+    """A DEALER socket with a monitor, so that the end of its connection is known at once."""
 
     def __init__(
         self,
@@ -241,72 +180,46 @@ class Channel:
         clock: Clock | None = None,
     ) -> None:
         """name: of the peer, for errors and to find its key in `keys` if no `server_key` is given."""
+        super().__init__(address, name, clock)
         require_keys_for(address, keys)
-        self.address = address
-        self.name = name or address
-        self._clock = clock or SystemClock()
         self._keys = keys
-        self._server_key = keys.of_peer(name) if keys and server_key is None else server_key
+        self._server_key = (server_key or keys.of_peer(name)) if keys else None
         self._high_water = high_water
         self._max_frame_bytes = max_frame_bytes
         self._open()
 
     def _open(self) -> None:
-        self._is_up = self._was_lost = False
-        self._trouble = ""
+        self._is_up = self._was_lost = self._was_rejected = False
         self._timeout_ms = -1
-        self.last_heard_s: float | None = None
+        self.last_heard_s = None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        _set_common_options(self._socket, self._high_water, self._max_frame_bytes)
+        _set_common_options(self._socket, self.address, self._high_water, self._max_frame_bytes)
         self._socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is not there
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
         )
         try:
             if self._keys:
                 self._socket.set(zmq.CURVE_SERVERKEY, self._server_key)
                 self._socket.set(zmq.CURVE_PUBLICKEY, self._keys.public)
                 self._socket.set(zmq.CURVE_SECRETKEY, self._keys.secret)
-            self._socket.set(zmq.IPV6, "[" in self.address)
             self._socket.connect(_endpoint(self.address))
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
-                f"{self.address!r} is not an address to connect to ({error.strerror}); write host:port"
+                f"cannot connect to {self.address!r} ({error.strerror}); write host:port, and a server's key as in its file"
             ) from error
 
-    def send(
-        self,
-        message: Message,
-        *,
-        call_id: int = 0,
-        epoch: int = 0,
-        ttl_s: float | None = None,
-        tensors: Sequence[Any] = (),
-        zero_copy: bool = False,
-    ) -> Sent:
-        """Queue a message. zero_copy: the arrays will not change until the message has left."""
-        return self.send_frames(
-            encode(message, call_id=call_id, epoch=epoch, ttl_s=ttl_s, tensors=tensors), zero_copy=zero_copy
-        )
-
     def send_frames(self, frames: Sequence[Frame], *, zero_copy: bool = False) -> Sent:
-        """Queue an encoded message."""
         try:
             _write_frames(self._socket, frames, zero_copy)
         except zmq.Again:
-            self._read_events()
-            return Sent.FULL if self._is_up else Sent.UNREACHABLE
+            return Sent.FULL if self.is_up() else Sent.UNREACHABLE
         return Sent.OK
 
-    def receive(self, timeout_s: float) -> Envelope | None:
-        """The next message; None when none came in time; ProtocolError when what came is not a message of ours."""
+    def _take(self, timeout_s: float) -> list[Any] | None:
         timeout_ms = _ms(timeout_s)
         if timeout_ms != self._timeout_ms:
             self._timeout_ms = timeout_ms
@@ -315,86 +228,47 @@ class Channel:
             first, rest = _read_frames(self._socket)
         except zmq.Again:
             return None
-        return decode([first.buffer, *rest])
+        return [first.buffer, *rest]
 
-    def request(
-        self,
-        message: Message,
-        expected: type[Message] | tuple[type[Message], ...],
-        timeout_s: float,
-        *,
-        epoch: int = 0,
-    ) -> Envelope:
-        """Send, once the peer is there, and wait for the answer of an expected type.
-
-        Raises Refusal when the peer says no, DeadlinePassed, PeerLost, or ProtocolError.
-        """
-        deadline = self._clock.now() + timeout_s
-        call_id = next_call_id()
-        if not self._socket.poll(_ms(timeout_s), zmq.POLLOUT):
-            raise DeadlinePassed(
-                f"{self._who()} could not be reached within {timeout_s:g} s: {self._why_unreachable()}"
-            )
-        self.send(message, call_id=call_id, epoch=epoch, ttl_s=timeout_s)
-        while (left := deadline - self._clock.now()) > 0:
-            try:
-                envelope = self.receive(min(left, 0.05))
-            except BadMessage as error:
-                raise ProtocolError(
-                    f"{self._who()} answered {type(message).__name__} wrongly: {error}"
-                ) from error
-            if envelope is None:
-                if self.is_lost():
-                    raise self.lost_error()
-            elif isinstance(envelope.message, Refused) and (
-                envelope.call_id == call_id or envelope.message.reason == "version"
-            ):
-                raise envelope.message.as_error()
-            elif envelope.call_id == call_id:
-                if not isinstance(envelope.message, expected):
-                    raise ProtocolError(
-                        f"{self._who()} answered {type(message).__name__} with {type(envelope.message).__name__}"
-                    )
-                return envelope
-        raise DeadlinePassed(f"{self._who()} did not answer {type(message).__name__} within {timeout_s:g} s")
+    def wait_until_up(self, timeout_s: float) -> bool:
+        return bool(self._socket.poll(_ms(timeout_s), zmq.POLLOUT))
 
     def is_up(self) -> bool:
-        """Whether the peer is connected now."""
         self._read_events()
         return self._is_up
 
     def is_lost(self) -> bool:
-        """Whether the connection went down since it was opened. Costs a look at a queue, no wait."""
         self._read_events()
         return self._was_lost
 
-    def lost_error(self) -> PeerLost:
-        return PeerLost(f"{self._who()} is gone: its connection ended")
+    def why_unreachable(self) -> str:
+        self._read_events()
+        if self._was_rejected:
+            return "the key handshake failed; compare its key and ours with the files on both machines"
+        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        try:
+            tcp.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+        except (OSError, ValueError) as error:
+            return f"{error}; is its daemon running, and is that its address?"
+        return "something accepts connections there but does not answer as a node of ours; does it want keys?"
 
     def reconnect(self) -> None:
-        """Start over with a new connection. Replies to what was sent on the old one never arrive."""
         self.close()
         self._open()
 
     def pollables(self) -> tuple[Any, ...]:
         return (self._socket, self._monitor)
 
+    def notice(self) -> None:
+        self._read_events()
+
     def close(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _who(self) -> str:
-        return self.name if self.name == self.address else f"{self.name} at {self.address}"
-
     def _read_events(self) -> None:
-        while self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_up = True
@@ -402,21 +276,7 @@ class Channel:
                 self._was_lost = self._was_lost or self._is_up
                 self._is_up = False
             else:
-                self._trouble = (
-                    "it does not accept the key, or is not the owner of the key expected; compare the keys"
-                )
-
-    def _why_unreachable(self) -> str:
-        """What a plain connection meets, for the error message."""
-        self._read_events()
-        if self._trouble:
-            return self._trouble
-        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
-        try:
-            tcp.create_connection((host.strip("[]"), int(port)), timeout=1).close()
-        except OSError as error:
-            return f"{error.strerror or error}; is its daemon running?"
-        return "it accepts connections but does not speak as expected; does it need keys, or is it another program?"
+                self._was_rejected = True
 
 
 def _endpoint(address: str) -> str:
@@ -427,7 +287,9 @@ def _ms(timeout_s: float) -> int:
     return max(0, math.ceil(timeout_s * 1000))
 
 
-def _set_common_options(socket: zmq.Socket[bytes], high_water: int, max_frame_bytes: int) -> None:
+def _set_common_options(
+    socket: zmq.Socket[bytes], address: str, high_water: int, max_frame_bytes: int
+) -> None:
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.SNDHWM, high_water)
     socket.set(zmq.RCVHWM, high_water)
@@ -439,10 +301,11 @@ def _set_common_options(socket: zmq.Socket[bytes], high_water: int, max_frame_by
     socket.set(zmq.TCP_KEEPALIVE_IDLE, 10)
     socket.set(zmq.TCP_KEEPALIVE_INTVL, 5)
     socket.set(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.set(zmq.IPV6, "[" in address)
 
 
 def _read_frames(socket: zmq.Socket[bytes]) -> tuple[zmq.Frame, list[memoryview]]:
-    """The first frame and those after it, of which only as many are kept as a message can have, and one more."""
+    """The first frame and those after it, of which only one more is kept than a message can have."""
     first = frame = socket.recv(copy=False)
     rest: list[memoryview] = []
     while frame.more:
