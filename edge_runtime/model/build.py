@@ -68,7 +68,7 @@ def load_trunk(
         last_layer=last_layer,
         layers=layers,
         rope=ops.rope_table(context_tokens, attention.head_width, attention.rope.theta),
-        embed=embed,
+        embed=embed if first_layer == 0 else None,
         final_norm=loader.vector("final_norm") if ends else None,
         head=(embed if spec.tied_head else loader.linear("head")) if ends else None,
     )
@@ -145,12 +145,14 @@ class _Loader:
         """One matrix, or several stacked in this order."""
         names = [self.name(role, layer) for role in roles]
         stored = self._format(names, "as_stored")
-        return self.load(names, lambda tensors: ops.pack_linear_rows(tensors, format=stored), names[0])
+        return self.load(
+            names, lambda tensors: ops.pack_linear_rows(_alike(tensors), format=stored), names[0]
+        )
 
     def expert(self, names: list[str], what: str, weight_format: str = "as_stored") -> ExpertWeight:
         """Gate, up and down as one expert."""
         packed = self._format(names, weight_format)
-        return self.load(names, lambda tensors: ops.pack_expert(*tensors, format=packed), what)
+        return self.load(names, lambda tensors: ops.pack_expert(*_alike(tensors), format=packed), what)
 
     def vector(self, *roles: str, layer: int | None = None) -> Tensor:
         """Float32, of one or several roles after another; always memory of its own."""
@@ -159,6 +161,13 @@ class _Loader:
 
     def _format(self, names: list[str], weight_format: str) -> str:
         return packed_format([self._checkpoint.extent(name).dtype for name in names], weight_format)
+
+
+def _alike(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors in one dtype: their own, or float32 if they have several."""
+    if len({tensor.dtype for tensor in tensors}) == 1:
+        return tensors
+    return [tensor.float() for tensor in tensors]
 
 
 def _load_layer(loader: _Loader, spec: ModelSpec, layer: int) -> LayerWeights:

@@ -120,7 +120,7 @@ class Reference:
 
         with quiet_transformers():
             self.model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager"
+                folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
             ).eval()
 
     def logits(self, token_ids: list[int]) -> Tensor:

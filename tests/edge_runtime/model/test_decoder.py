@@ -1,0 +1,255 @@
+"""The decoder equals transformers, and equals itself however rows are cut into steps, batches and stages."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from edge_runtime.errors import ClusterError
+from edge_runtime.model.build import load_experts
+from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.moe import LocalExperts
+from kernels import backends
+from tests.support.decoders import Sequences, all_experts
+from tests.support.tiny_models import (
+    Reference,
+    edit_config,
+    read_tensors,
+    write_tensors,
+    write_tiny_qwen3_moe,
+)
+from topology.ids import ExpertId
+
+TOLERANCE = 1e-4  # of logits, float32 on both sides; sums run in another order than in transformers
+
+VARIANTS = {
+    "routed everywhere": {},
+    "layer 0 dense": {"mlp_only_layers": [0]},
+    "every second layer dense": {"decoder_sparse_step": 2},
+    "no routed layer": {"mlp_only_layers": [0, 1, 2]},
+    "weights not renormalised": {"norm_topk_prob": False},
+    "untied head": {"tie_word_embeddings": False},
+    "single file": {"num_shards": 1},
+    "float32 weights": {"dtype": torch.float32},
+    "float16 weights": {"dtype": torch.float16},
+    "biased attention": {"attention_bias": True},
+    "one kv head": {"num_key_value_heads": 1},
+    "as many kv heads as heads": {"num_key_value_heads": 4},
+    "one expert per token": {"num_experts_per_tok": 1},
+    "all experts per token": {"num_experts_per_tok": 8},
+    "odd widths": {"hidden_size": 52, "moe_intermediate_size": 35, "head_dim": 22, "vocab_size": 509},
+    "rope theta 1e6": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+}
+
+
+def tokens(count: int, seed: int = 0, vocab: int = 509) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab, (count,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return write_tiny_qwen3_moe(
+        tmp_path_factory.mktemp("model") / "tiny", mlp_only_layers=[1], num_hidden_layers=4
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny) -> Checkpoint:
+    return Checkpoint.open(tiny)
+
+
+@pytest.fixture(params=["native", "torch"])
+def backend(request) -> Iterator[str]:
+    before = backends.active().NAME
+    try:
+        backends.use(request.param)
+    except ImportError as error:
+        pytest.skip(f"this backend cannot be had here: {error}")
+    yield request.param
+    backends.use(before)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_tiny_model_equals_transformers(variant, tmp_path):
+    folder = write_tiny_qwen3_moe(tmp_path, **VARIANTS[variant])
+    ids = tokens(50)
+    expected = Reference(folder).logits(ids)
+    assert expected.std() > 0.2, "logits must be spread for the comparison to mean anything"
+    logits = Sequences(Checkpoint.open(folder)).whole(ids)
+    assert (logits - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 1e6},
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 1e6}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ],
+)
+def test_every_spelling_of_rope_means_what_it_means_to_transformers(tmp_path, spelling):
+    folder = write_tiny_qwen3_moe(tmp_path)
+    edit_config(folder, remove=("rope_parameters", "rope_theta"))
+    ids = tokens(100)
+    plain = Reference(folder).logits(ids)
+    edit_config(folder, **spelling)
+    expected = Reference(folder).logits(ids)
+    assert (plain - expected).abs().max() > 0.1
+    assert (Sequences(Checkpoint.open(folder)).whole(ids) - expected).abs().max() < TOLERANCE
+
+
+def test_a_head_that_contradicts_the_tie_is_used(tmp_path, caplog):
+    folder = write_tiny_qwen3_moe(tmp_path)
+    tensors = read_tensors(folder)
+    head = torch.randn(512, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    write_tensors(folder, tensors | {"lm_head.weight": head})
+    logits = Sequences(Checkpoint.open(folder)).whole(tokens(9))
+    edit_config(folder, tie_word_embeddings=False)
+    assert (logits - Reference(folder).logits(tokens(9))).abs().max() < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def demo(demo_model) -> tuple[Checkpoint, Reference]:
+    return Checkpoint.open(demo_model), Reference(demo_model)
+
+
+def test_the_demo_model_equals_transformers_in_prefill_and_decode(demo, backend):
+    checkpoint, reference = demo
+    ids = tokens(90, vocab=8192)
+    expected = reference.logits(ids)
+    sequences = Sequences(checkpoint)
+    rows = [sequences.whole(ids[:70]), *(sequences.step([(0, [token])])[0] for token in ids[70:])]
+    assert (torch.cat(rows) - expected).abs().max() < TOLERANCE
+
+
+def test_the_demo_model_equals_transformers_to_the_end_of_its_context(demo):
+    checkpoint, reference = demo
+    ids = tokens(512, vocab=8192)
+    logits = Sequences(checkpoint, context_tokens=512, max_rows=512).whole(ids)
+    assert (logits - reference.logits(ids)).abs().max() < TOLERANCE
+
+
+def test_a_batch_of_unequal_prompts_equals_each_prompt_in_transformers(demo):
+    checkpoint, reference = demo
+    prompts = [tokens(n, seed=n, vocab=8192) for n in (1, 33, 7, 60)]
+    logits = Sequences(checkpoint, num_sequences=4).step(list(enumerate(prompts)))
+    for prompt, found in zip(prompts, logits, strict=True):
+        assert (found - reference.logits(prompt)).abs().max() < TOLERANCE
+
+
+def test_chunks_of_a_prompt_give_the_bits_of_the_whole(checkpoint, backend):
+    ids = tokens(61)
+    whole = Sequences(checkpoint).whole(ids)
+    for sizes in ([1] * 61, [17, 16, 28], [60, 1], [5, 56]):
+        sequences = Sequences(checkpoint)
+        parts = [part.tolist() for part in torch.tensor(ids).split(sizes)]
+        rows = torch.cat([sequences.whole(part) for part in parts])
+        assert torch.equal(rows, whole), f"chunks {sizes}"
+
+
+def test_a_batch_gives_the_bits_of_each_sequence_alone(checkpoint, backend):
+    prompts = [tokens(n, seed=n) for n in (3, 40, 17, 1, 29)]
+    alone = [Sequences(checkpoint).whole(prompt) for prompt in prompts]
+    sequences = Sequences(checkpoint, num_sequences=5)
+    # Prefill of some beside decode of others, in three uneven steps.
+    first = sequences.step([(0, prompts[0][:2]), (1, prompts[1][:33])])
+    second = sequences.step(
+        [(4, prompts[4]), (1, prompts[1][33:34]), (0, prompts[0][2:]), (2, prompts[2][:5])]
+    )
+    third = sequences.step([(2, prompts[2][5:]), (3, prompts[3]), (1, prompts[1][34:])])
+    together = [
+        torch.cat([first[0], second[2]]),
+        torch.cat([first[1], second[1], third[2]]),
+        torch.cat([second[3], third[0]]),
+        third[1],
+        second[0],
+    ]
+    for found, expected in zip(together, alone, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("cuts", [[1], [2], [3], [1, 2, 3]])
+def test_stages_give_the_bits_of_one_decoder(checkpoint, backend, cuts):
+    prompts = [(0, tokens(20, seed=1)), (1, tokens(5, seed=2))]
+    whole = Sequences(checkpoint, num_sequences=2).step(prompts)
+    staged = Sequences(checkpoint, num_sequences=2, cuts=cuts).step(prompts)
+    assert all(torch.equal(found, expected) for found, expected in zip(staged, whole, strict=True))
+
+
+def test_a_sequence_reads_no_block_of_another_and_nothing_stale(checkpoint):
+    ids = tokens(30)
+    expected = Sequences(checkpoint, num_sequences=2).whole(ids)
+    sequences = Sequences(checkpoint, num_sequences=2)
+    for decoder in sequences.decoders:
+        for layer in decoder._layers.values():
+            layer.k_pages.fill_(torch.nan)
+            layer.v_pages.fill_(torch.nan)
+    assert torch.equal(sequences.whole(ids), expected)
+
+
+def test_slots_that_did_not_come_are_reported_and_leave_other_rows_alone(checkpoint):
+    class Watched(LocalExperts):
+        def run(self, layer, x, expert_ids, out):
+            chosen[layer] = expert_ids.clone()
+            return super().run(layer, x, expert_ids, out)
+
+    spec, chosen = checkpoint.spec, {}
+    prompts = [(0, tokens(6, seed=3)), (1, tokens(6, seed=4))]
+    port = Watched(load_experts(checkpoint, spec, all_experts(spec)))
+    whole = Sequences(checkpoint, num_sequences=2, port=port)
+    ids, batch = whole.batch(prompts)
+    hidden = whole.decoders[0].run(ids, batch, port).clone()
+    absent = ExpertId(3, int(chosen[3][0, 0]))
+
+    store = load_experts(checkpoint, spec, [e for e in all_experts(spec) if e != absent])
+    partial = Sequences(checkpoint, num_sequences=2, port=LocalExperts(store, node="box-3"))
+    ids, batch = partial.batch(prompts)
+    missing = []
+    found = partial.decoders[0].run(ids, batch, partial.port, missing=missing).clone()
+
+    ((layer, lacks),) = missing
+    assert layer == 3 and lacks.why == f"box-3 does not hold layer 3 experts {absent.index}"
+    assert torch.equal(lacks.slots, (chosen[3].view(-1) == absent.index).nonzero().view(-1))
+    touched = {int(slot) // spec.layers[3].gate.top_k for slot in lacks.slots}
+    assert 0 < len(touched) < 12
+    for row in range(12):
+        assert torch.equal(found[row], hidden[row]) == (row not in touched)
+    assert found.isfinite().all()
+
+    again = Sequences(checkpoint, num_sequences=2, port=partial.port)
+    ids, batch = again.batch(prompts)
+    with pytest.raises(ClusterError, match="box-3 does not hold layer 3 experts"):
+        again.decoders[0].run(ids, batch, again.port)
+
+
+def test_the_head_leaves_the_residual_as_it_was(checkpoint):
+    sequences = Sequences(checkpoint)
+    ids, batch = sequences.batch([(0, tokens(5))])
+    hidden = sequences.decoders[0].run(ids, batch, sequences.port)
+    before = hidden.clone()
+    some = sequences.decoders[0].head(hidden[torch.tensor([4, 1])]).clone()
+    assert torch.equal(hidden, before)
+    assert torch.equal(some, sequences.decoders[0].head(hidden)[[4, 1]])
+
+
+def test_what_a_decoder_does_not_have_is_not_asked_of_it_in_silence(checkpoint):
+    first, last = Sequences(checkpoint, cuts=[2]).decoders
+    with pytest.raises(ValueError, match=r"layers \[0, 2\) have no head"):
+        first.head(torch.zeros(1, 64))
+    with pytest.raises(ValueError, match=r"layers \[2, 4\) do not embed"):
+        last.embed(torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="a step of 257 rows, but buffers for 256"):
+        first.embed(torch.zeros(257, dtype=torch.int32))
+
+
+def test_a_step_leaves_no_memory_behind(checkpoint):
+    sequences = Sequences(checkpoint)
+    sequences.whole(tokens(20))
+    decoder = sequences.decoders[0]
+    buffers = {name: buffer.data_ptr() for name, buffer in decoder._buffers.items()}
+    logits = decoder._logits.data_ptr()
+    sequences.whole(tokens(20))
+    assert {name: buffer.data_ptr() for name, buffer in decoder._buffers.items()} == buffers
+    assert decoder._logits.data_ptr() == logits
