@@ -3,7 +3,7 @@
 Checks what the user may ask for. It knows no scheduler: the fields marked so are written by the scheduler alone.
 """
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -15,6 +15,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+
+_LARGEST = sys.float_info.max
 
 State = Literal["waiting", "running", "finished"]
 FinishReason = Literal["stop", "length", "error", "abort"]
@@ -110,12 +112,8 @@ def _whole(name: str, value: object, low: int, high: int | None) -> None:
 
 
 def _number(name: str, value: object, allowed: str, holds: Callable[[float], bool]) -> None:
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or not holds(value)
-    ):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -_LARGEST <= value <= _LARGEST or not holds(value):  # type: ignore[operator, arg-type]
         raise _refused(name, value, f"a finite number {allowed}")
 
 

@@ -7,15 +7,18 @@ no text and no machines: the daemon, the simulator and the tests drive the same 
 row first. The rest are prefill rows: half of them go to the oldest request in prefill, the other half to those
 with the fewest rows left, and what one side leaves the other takes (`share_rows`).
 
-**Who gets a seat.** At most `max_running` requests run. Waiting ones are seated in the order of
-`due_s = arrival_s + tokens / ageing_rows_per_s`: a short one passes a long one that came a little earlier, but
-nobody passes a request by arriving after its due time. If the next one lacks blocks, later ones may pass it
-until it is due; from then on nobody is seated before it, so the blocks that come free add up for it.
+**Who gets a seat.** At most `max_running` requests run. Seats go in turn to the oldest waiting request and to the
+shortest one. If the oldest lacks blocks, the shortest may pass it until `due_s = arrival_s + tokens /
+ageing_rows_per_s`; from then on nobody is seated on its turn, so the blocks that come free add up for it.
 
-Hence a long prompt waits for later arrivals at most its due time, and once oldest in prefill takes at most twice
-the steps it would take alone beside the same decodes. A short prompt shares half of every step's prefill rows
-with shorter ones only, however long the prompts beside it. Seats come free in bounded time, since every answer
-is bounded by `max_tokens` and the context.
+So age and shortness each own half of the seats and half of the prefill rows, and no load of one kind can starve the
+other. A request with A older ones waiting has a seat after at most 2(A + 1) seats were given, one with S shorter
+ones after 2(S + 1); the oldest prompt in prefill takes about twice the steps at most that it would take alone beside
+the same decodes. Seats come free in bounded time, since every answer is bounded by `max_tokens` and the context.
+
+**Prefixes.** Full blocks that a completed step computed are found by later requests, and by those in prefill each
+time they come to a block boundary. Of requests about to compute the same block only one does; the others wait for
+that step.
 
 **Blocks.** A request is seated when the blocks for all its tokens are there beside what the seated ones still
 need, and takes them as its rows are planned. When a running request finds none, the youngest running one younger
@@ -38,9 +41,6 @@ from edge_runtime.engine.plan import Finished, StepPlan, StepSlice
 from edge_runtime.engine.request import FinishReason, Request, check_params, check_prompt
 from edge_runtime.errors import ConfigError, Refusal, RequestError
 
-_PASSERS_TRIED = 8
-"""How many later requests are tried, per step, past one that lacks blocks."""
-
 _NO_FAILURES: Mapping[str, str] = {}
 
 
@@ -60,7 +60,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     max_waiting: int = 4096
     """Requests that wait for a seat; one more is refused as `busy`."""
     ageing_rows_per_s: float = 1000.0
-    """A waiting request lets later ones past it for one second per this many tokens of its own."""
+    """The oldest waiting request, if it lacks blocks, lets others past for one second per this many tokens it has."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_rows:
@@ -114,7 +114,9 @@ class Scheduler:
         self._tokenizer_hash = tokenizer_hash
         self._eos_ids = frozenset(settings.eos_ids)
         self._requests: dict[str, Request] = {}  # waiting and running
-        self._waiting: list[Request] = []  # soonest due first
+        self._waiting: list[Request] = []  # oldest first
+        self._waiting_by_length: list[Request] = []  # the same ones, shortest first
+        self._is_shortest_turn = False  # else the next seat is for the oldest
         self._running: list[Request] = []  # oldest first
         self._ended_in_flight: dict[str, Request] = {}  # keep blocks and seat until their plan is done
         self._plans: dict[int, StepPlan] = {}  # in flight
@@ -204,7 +206,7 @@ class Scheduler:
         if request is None:
             return None
         if request.state == "waiting":
-            del self._waiting[bisect_left(self._waiting, _turn(request), key=_turn)]
+            self._dequeue(request)
         return self._end(request, reason, error)
 
     def drain(self) -> None:
@@ -305,27 +307,35 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.state = "waiting"
-        insort(self._waiting, request, key=_turn)
+        insort(self._waiting, request, key=_age)
+        insort(self._waiting_by_length, request, key=_length)
         self._may_seat = True
 
+    def _dequeue(self, request: Request) -> None:
+        del self._waiting[bisect_left(self._waiting, _age(request), key=_age)]
+        del self._waiting_by_length[bisect_left(self._waiting_by_length, _length(request), key=_length)]
+
     def _seat_waiting(self, now: float) -> list[Request]:
-        """Seat waiting requests while seats and blocks last, in order of due time (rule: module docstring)."""
+        """Seat waiting requests while seats and blocks last (rule: module docstring)."""
         seated: list[Request] = []
         promised = sum(
             max(0, blocks_for(len(request.tokens)) - len(request.block_table)) for request in self._running
         )
-        index = 0
-        while self._seats and index < min(len(self._waiting), _PASSERS_TRIED):
-            request = self._waiting[index]
+        while self._seats and self._waiting:
+            request = self._waiting_by_length[0] if self._is_shortest_turn else self._waiting[0]
             took = self._seat(request, promised)
             if took is not None:
-                del self._waiting[index]
-                promised += took
-                seated.append(request)
-            elif now >= request.due_s:
+                self._is_shortest_turn = not self._is_shortest_turn
+            elif self._is_shortest_turn or now >= request.due_s:
                 break
             else:
-                index += 1
+                request = self._waiting_by_length[0]
+                took = self._seat(request, promised)
+                if took is None:
+                    break
+            self._dequeue(request)
+            promised += took
+            seated.append(request)
         # Without a seat, or blocks, it is pointless to look again before something ends, comes or is preempted.
         self._may_seat = False
         return seated
@@ -364,6 +374,7 @@ class Scheduler:
                 if found:
                     self._take_found(request, found)
                     self._may_seat = True
+        prefills = self._without_twins(prefills)
         shares = share_rows([len(request.tokens) - request.num_computed for request in prefills], rows)
         for request, share in zip(prefills, shares, strict=True):
             if share == 0 or request.state != "running":
@@ -375,6 +386,32 @@ class Scheduler:
             end = self._make_room(request, end)
             if end > start:
                 slices.append(StepSlice(request, start, end - start, end == len(request.tokens)))
+
+    def _without_twins(self, prefills: list[Request]) -> list[Request]:
+        """Leave out requests whose next block is computed by another one in this step, or by a step in flight.
+
+        They find it in the cache when that step is completed: many prompts with one beginning compute it once.
+        `prefills` and the answer are oldest first; among twins the one that `share_rows` serves first stays.
+        """
+        computing = {_next_block(request) for request in self._running if request.in_flight}
+        computing.discard(None)
+        if len(prefills) == 1 and not computing:
+            return prefills
+        oldest, *others = prefills
+        others.sort(key=lambda request: len(request.tokens) - request.num_computed)
+        staying = []
+        for request in (oldest, *others):
+            block = _next_block(request)
+            could_wait = (
+                request.num_computed & BLOCK_MASK == 0
+                and request.num_computed >> BLOCK_SHIFT < reusable_blocks(len(request.tokens))
+            )
+            if not (could_wait and block in computing):
+                staying.append(request)
+                if block is not None:
+                    computing.add(block)
+        staying.sort(key=_age)
+        return staying
 
     def _make_room(self, request: Request, end: int) -> int:
         """Give the request blocks for its tokens up to `end`; returns up to where it has them."""
@@ -449,7 +486,8 @@ class Scheduler:
             f"seats {seats}, {self._seats}"
         )
         assert self._running == sorted(self._running, key=_age), "running requests are out of order"
-        assert self._waiting == sorted(self._waiting, key=_turn), "waiting requests are out of order"
+        assert self._waiting == sorted(self._waiting, key=_age), "waiting requests are out of order"
+        assert self._waiting_by_length == sorted(self._waiting, key=_length), "the two queues differ"
         known = self._waiting + self._running
         assert len(known) == len(self._requests), "a request is lost, or in two places"
         assert all(self._requests[request.request_id] is request for request in known)
@@ -472,9 +510,15 @@ class Scheduler:
                 assert self.pool.hash_of(block) is None, f"{request} writes block {block}, which can be found"
 
 
+def _next_block(request: Request) -> bytes | None:
+    """The hash of the block that the request computes next, None if it is not a full one yet."""
+    index = request.num_computed >> BLOCK_SHIFT
+    return request.block_hashes[index] if index < len(request.block_hashes) else None
+
+
 def _age(request: Request) -> tuple[float, int]:
     return request.age
 
 
-def _turn(request: Request) -> tuple[float, tuple[float, int]]:
-    return request.due_s, request.age
+def _length(request: Request) -> tuple[int, tuple[float, int]]:
+    return len(request.tokens), request.age

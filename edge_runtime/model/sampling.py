@@ -215,7 +215,9 @@ class Sampler:
             scores[row] = 0
         for row in prepared.penalised:
             seen = torch.tensor(requests[row].tokens, dtype=torch.int64)
-            penalty = torch.tensor(prepared.params[row].repetition_penalty, dtype=torch.float32)
+            penalty = min(
+                max(prepared.params[row].repetition_penalty, 1e-30), 1e30
+            )  # stays finite in float32
             values = scores[row][seen]
             scores[row][seen] = torch.where(values > 0, values / penalty, values * penalty)
         return scores
