@@ -1,0 +1,415 @@
+"""The command `edge-runtime`: reads options, calls the part that does the work, prints what came of it.
+
+Everything heavy is imported inside its command, so that `--help` and `submit` stay quick. Settings are resolved here
+and nowhere below.
+"""
+
+import json
+import os
+import signal
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from edge_runtime.clock import SystemClock
+from edge_runtime.config import resolve_topology_path, state_dir
+from edge_runtime.errors import EXIT_DONE, EXIT_OURS, EXIT_USER, EdgeError, RequestError
+from edge_runtime.log import setup_logging
+from topology.cluster import Cluster, find_node
+from topology.errors import TopologyError
+from topology.files import read_cluster
+
+if TYPE_CHECKING:
+    from edge_runtime.client import Answer, Client, Prompt
+    from edge_runtime.transport.keys import Keys
+
+COMMANDS_GROUP = "edge_runtime.commands"
+READY_S = 300.0
+
+
+class _Commands(click.Group):
+    """Own commands, and those that other packages registered."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted(
+            {*super().list_commands(context), *(point.name for point in entry_points(group=COMMANDS_GROUP))}
+        )
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        own = super().get_command(context, name)
+        if own is not None:
+            return own
+        found = [point for point in entry_points(group=COMMANDS_GROUP) if point.name == name]
+        return found[0].load() if found else None
+
+
+def _example(*lines: str) -> str:
+    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+topology_option = click.option(
+    "--topology",
+    "topology",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Topology file; else $EDGE_RUNTIME_TOPOLOGY, else ./topology.toml.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
+
+
+@click.group(
+    cls=_Commands,
+    epilog=_example(
+        "edge-runtime up --detach", "edge-runtime submit 'Once upon a time'", "edge-runtime down"
+    ),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(package_name="edge-runtime")
+def cli() -> None:
+    """Serve one Mixture-of-Experts model from several unequal machines."""
+
+
+# --- daemons ----------------------------------------------------------------------------------------------------
+
+
+@cli.command(epilog=_example("edge-runtime up --topology testbed/scenarios/eight_nodes.toml --detach"))
+@topology_option
+@click.option("--detach", is_flag=True, help="Return when all nodes are ready; `down` stops them.")
+@click.option(
+    "--wait", "wait_s", default=READY_S, show_default=True, help="Seconds until all nodes must be ready."
+)
+def up(topology: Path | None, detach: bool, wait_s: float) -> None:
+    """Start the coordinator and every node of the file on this machine."""
+    from edge_runtime import launch
+
+    path = resolve_topology_path(topology)
+    cluster = read_cluster(path)
+    clock = SystemClock()
+    _say(
+        f"cluster {cluster.name}: {len(cluster.nodes)} nodes, model {cluster.model}, logs in {state_dir(path)}"
+    )
+    local = launch.start_local(cluster, path)
+    try:
+        launch.wait_ready(local, lambda: _client(cluster), clock, wait_s, _say)
+        _say(
+            f"ready: {len(cluster.nodes)} nodes; try: edge-runtime submit --topology {path} 'Once upon a time'"
+        )
+        if detach:
+            return
+        _say("stop with Ctrl-C")
+        launch.wait_for_signal(local, clock)
+    except BaseException:
+        launch.stop_local(path, clock, _say)
+        raise
+    if not detach:
+        launch.stop_local(path, clock, _say)
+        _say("stopped")
+
+
+@cli.command(epilog=_example("edge-runtime down --topology testbed/scenarios/eight_nodes.toml"))
+@topology_option
+def down(topology: Path | None) -> None:
+    """Stop what `up` started; nothing of it is left afterwards."""
+    from edge_runtime import launch
+
+    path = resolve_topology_path(topology)
+    stopped = launch.stop_local(path, SystemClock(), _say)
+    _say(f"stopped {', '.join(stopped)}" if stopped else f"nothing of {path} runs here")
+
+
+@cli.command(epilog=_example("edge-runtime node desk --topology topology.toml"))
+@click.argument("name")
+@topology_option
+def node(name: str, topology: Path | None) -> None:
+    """Run this machine's daemon, as the node NAME of the topology file."""
+    cluster = read_cluster(resolve_topology_path(topology))
+    mine = find_node(cluster, name)
+    setup_logging(name)
+    keys = _keys(cluster, name)
+    from edge_runtime.model.checkpoint import Checkpoint
+    from edge_runtime.node.daemon import NodeDaemon
+
+    daemon = NodeDaemon(cluster, mine, Checkpoint.open(cluster.model), keys, SystemClock())
+    _stop_on_signal(daemon)
+    daemon.run()
+
+
+@cli.command(epilog=_example("edge-runtime coordinator --topology topology.toml"))
+@topology_option
+def coordinator(topology: Path | None) -> None:
+    """Run the coordinator of the topology file."""
+    cluster = read_cluster(resolve_topology_path(topology))
+    setup_logging("coordinator")
+    keys = _keys(cluster, "coordinator")
+    from edge_runtime.coordinator.daemon import CoordinatorDaemon
+    from edge_runtime.model.checkpoint import Checkpoint
+    from edge_runtime.model.footprint import footprint
+    from topology.placement import plan_placement
+
+    checkpoint = Checkpoint.open(cluster.model)
+    parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
+    daemon = CoordinatorDaemon(
+        cluster,
+        parts,
+        plan_placement(cluster, parts),
+        model_hash=checkpoint.model_hash,
+        keys=keys,
+        clock=SystemClock(),
+    )
+    _stop_on_signal(daemon)
+    daemon.run()
+
+
+# --- requests ---------------------------------------------------------------------------------------------------
+
+
+@cli.command(
+    epilog=_example(
+        "edge-runtime submit 'Once upon a time' --max-tokens 40",
+        "edge-runtime submit --chat 'How do I list files?' --temperature 0.7 --repetition-penalty 1.2",
+        "edge-runtime submit --file prompts.jsonl --json",
+    )
+)
+@click.argument("prompt", required=False)
+@topology_option
+@click.option(
+    "--file",
+    "file",
+    type=click.Path(path_type=Path),
+    help="JSON lines with `prompt` and options; all at once.",
+)
+@click.option("--chat", is_flag=True, help="Apply the model's chat template to PROMPT.")
+@click.option("--system", default=None, help="With --chat: the system message.")
+@json_option
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Tokens of the answer at most.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the best token.")
+@click.option("--top-k", type=int, default=0, help="Choose among the k best tokens; 0: all.")
+@click.option("--top-p", type=float, default=1.0, help="Choose among the best tokens of this probability.")
+@click.option("--min-p", type=float, default=0.0, help="Leave out tokens below this share of the best one's.")
+@click.option(
+    "--repetition-penalty", type=float, default=1.0, help="Above 1: seen tokens become less likely."
+)
+@click.option("--seed", type=int, default=None, help="Makes a random answer repeatable.")
+@click.option("--stop", multiple=True, help="A string that ends the answer; may be given again.")
+@click.option("--stop-token-id", type=int, multiple=True, help="A token id that ends the answer.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the model's end tokens.")
+@click.option(
+    "--logprobs", type=int, default=None, help="Report log probabilities, and of so many best tokens."
+)
+@click.option("--trace", is_flag=True, help="Show which node did what.")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds to wait for a cluster that loads.",
+)
+def submit(
+    prompt: str | None,
+    topology: Path | None,
+    file: Path | None,
+    chat: bool,
+    system: str | None,
+    as_json: bool,
+    trace: bool,
+    wait_s: float,
+    **sampling: Any,
+) -> None:
+    """Send PROMPT (`-` reads standard input) and print the answer as it comes."""
+    from edge_runtime.prompts import prompt_from_options, prompts_from_file
+
+    options = {
+        "stop": list(sampling.pop("stop")),
+        "stop_token_ids": list(sampling.pop("stop_token_id")),
+        **sampling,
+    }
+    if (prompt is None) == (file is None):
+        raise RequestError("give either PROMPT or --file")
+    if file is not None:
+        prompts = prompts_from_file(file, options, chat=chat, system=system, trace=trace)
+    else:
+        text = sys.stdin.read() if prompt == "-" else str(prompt)
+        prompts = [prompt_from_options(text, options, chat=chat, system=system, trace=trace)]
+    cluster = read_cluster(resolve_topology_path(topology))
+    with _client(cluster) as client:
+        client.connect()
+        if file is not None:
+            _submit_file(client, prompts, wait_s)
+        else:
+            _submit_one(client, prompts[0], wait_s, as_json=as_json, trace=trace)
+
+
+def _submit_one(client: "Client", prompt: "Prompt", wait_s: float, *, as_json: bool, trace: bool) -> None:
+    from edge_runtime.protocol import Tokens
+
+    def show(answer: "Answer", tokens: Tokens) -> None:
+        if not as_json:
+            click.echo(tokens.text, nl=False)
+
+    [answer] = client.run([prompt], wait_ready_s=wait_s, on_tokens=show, on_wait=_say)
+    if not as_json and answer.text:
+        click.echo()
+    error = answer.error()
+    if error is not None:
+        raise error
+    if as_json:
+        click.echo(json.dumps(answer.as_json(), ensure_ascii=False))
+    if trace:
+        _say_trace(answer.as_json())
+
+
+def _submit_file(client: "Client", prompts: "list[Prompt]", wait_s: float) -> None:
+    answers = client.run(prompts, wait_ready_s=wait_s, on_wait=_say)
+    errors = []
+    for answer in answers:
+        click.echo(json.dumps(answer.as_json(), ensure_ascii=False))
+        if (error := answer.error()) is not None:
+            errors.append(error)
+    if errors:
+        _say(f"error: {len(errors)} of {len(answers)} prompts failed; the first: {errors[0]}")
+        sys.exit(max(error.exit_code for error in errors))
+
+
+def _say_trace(result: dict[str, Any]) -> None:
+    bill, timing = result["bill"], result["timing"]
+    _say(
+        f"home {result['home']}: {result['usage']['prompt_tokens']} prompt tokens "
+        f"({result['usage']['cached_tokens']} cached), {result['usage']['completion_tokens']} generated, "
+        f"first token {timing['ttft_s'] * 1e3:.1f} ms, then {timing['tpot_s'] * 1e3:.2f} ms a token"
+    )
+    for name, did in result["nodes"].items():
+        _say(f"  {name} ({did['role']}): {did['expert_slots']} expert slots, {did['share']:.1%} of all")
+    _say(
+        f"  gate weight exactly here {bill.get('exact_here', 0):.1%}, exactly elsewhere {bill.get('exact_elsewhere', 0):.1%}"
+    )
+
+
+# --- looking ----------------------------------------------------------------------------------------------------
+
+
+@cli.command(epilog=_example("edge-runtime status", "edge-runtime status --json"))
+@topology_option
+@json_option
+def status(topology: Path | None, as_json: bool) -> None:
+    """Show every node: roles, pid, state, memory planned and used."""
+    from edge_runtime.tables import status_table
+
+    cluster = read_cluster(resolve_topology_path(topology))
+    with _client(cluster) as client:
+        client.connect()
+        body = client.status()
+    click.echo(json.dumps(body, ensure_ascii=False) if as_json else status_table(body))
+
+
+@cli.command(epilog=_example("edge-runtime plan --topology testbed/scenarios/eight_nodes.toml"))
+@topology_option
+@json_option
+def plan(topology: Path | None, as_json: bool) -> None:
+    """Show what each node will hold, in bytes, and why. Starts nothing."""
+    from edge_runtime.model.checkpoint import Checkpoint
+    from edge_runtime.model.footprint import footprint
+    from edge_runtime.tables import plan_body, plan_table
+    from topology.placement import plan_placement
+
+    cluster = read_cluster(resolve_topology_path(topology))
+    parts = footprint(Checkpoint.open(cluster.model), context_tokens=cluster.context_tokens)
+    body = plan_body(cluster, parts, plan_placement(cluster, parts))
+    click.echo(json.dumps(body) if as_json else plan_table(body))
+
+
+@cli.command(epilog=_example("edge-runtime doctor", "edge-runtime doctor --topology topology.toml"))
+@topology_option
+@json_option
+def doctor(topology: Path | None, as_json: bool) -> None:
+    """Check this machine, the kernels, the topology file, and whether its peers can be reached."""
+    from edge_runtime.doctor import examine
+
+    findings = examine(topology, SystemClock())
+    if as_json:
+        click.echo(json.dumps([finding._asdict() for finding in findings]))
+    else:
+        for finding in findings:
+            click.echo(f"{'ok  ' if finding.is_well else 'FAIL'}  {finding.what}: {finding.detail}")
+    if not all(finding.is_well for finding in findings):
+        sys.exit(EXIT_USER)
+
+
+@cli.group(epilog=_example("edge-runtime keys new --topology topology.toml"))
+def keys() -> None:
+    """Make the keys with which machines recognise one another."""
+
+
+@keys.command("new", epilog=_example("edge-runtime keys new", "edge-runtime keys new laptop"))
+@click.argument("names", nargs=-1)
+@topology_option
+@click.option(
+    "--folder", type=click.Path(path_type=Path), default=None, help="Where to; default: the file's `keys`."
+)
+def keys_new(names: tuple[str, ...], topology: Path | None, folder: Path | None) -> None:
+    """Make a key pair for each of NAMES; without NAMES for coordinator, client and every node of the file."""
+    from edge_runtime.transport.keys import new_keys
+
+    if not names or folder is None:
+        cluster = read_cluster(resolve_topology_path(topology))
+        names = names or ("coordinator", "client", *cluster.node_names)
+        folder = folder or Path(cluster.keys or Path(cluster.source).parent / "keys")
+    for path in new_keys(folder, names):
+        click.echo(str(path))
+    _say("copy *.key to every machine; NAME.key_secret belongs on NAME's machine alone")
+
+
+# --- shared -----------------------------------------------------------------------------------------------------
+
+
+def _say(line: str) -> None:
+    """A line for the person, beside the answer on standard output."""
+    click.echo(line, err=True)
+
+
+def _keys(cluster: Cluster, name: str) -> "Keys | None":
+    from edge_runtime.transport.keys import load_keys
+
+    return load_keys(Path(cluster.keys), name) if cluster.keys else None
+
+
+def _client(cluster: Cluster) -> "Client":
+    from edge_runtime.client import Client
+
+    return Client(cluster.coordinator, _keys(cluster, "client"), SystemClock())
+
+
+def _stop_on_signal(daemon: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: daemon.stop())
+
+
+def main() -> NoReturn:
+    """Run a command; what we foresee is one sentence and an exit code, anything else is ours and shows itself."""
+    try:
+        cli(standalone_mode=False)
+        code = EXIT_DONE
+    except click.exceptions.Exit as ended:
+        code = ended.exit_code
+    except click.UsageError as error:
+        error.show()
+        code = EXIT_USER
+    except click.ClickException as error:
+        _say(f"error: {error.format_message()}")
+        code = EXIT_USER
+    except TopologyError as error:
+        _say(f"error: {error}")
+        code = EXIT_USER
+    except EdgeError as error:
+        _say(f"error: {error}")
+        code = error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        _say("interrupted")
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_OURS
+    sys.exit(code)

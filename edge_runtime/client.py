@@ -1,0 +1,285 @@
+"""Talks to a coordinator as a client: submits prompts, gathers answers, asks for status. Knows no terminal."""
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import msgspec
+
+from edge_runtime.clock import Clock
+from edge_runtime.errors import ClusterError, EdgeError, PeerError, RequestError
+from edge_runtime.protocol import (
+    Abort,
+    Accepted,
+    Credit,
+    Failed,
+    Finished,
+    Hello,
+    Message,
+    Refused,
+    StatusQuery,
+    StatusReply,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+    Welcome,
+)
+from edge_runtime.transport.endpoint import Channel
+from edge_runtime.transport.keys import Keys
+
+CONNECT_S = 5.0
+RECEIVE_S = 0.25
+PROGRESS_S = 2.0
+CREDIT = 64  # Tokens messages on their way at most; granted again in halves
+IDLE_S = 300.0  # an answer that brings nothing for so long is given up
+
+
+class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a client asks: exactly one of prompt, messages and prompt_ids, and how to sample."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_ids: list[int] | None = None
+    sampling: dict[str, Any] = {}
+    trace: bool = False
+
+
+@dataclass
+class Answer:
+    """One answer as it comes. `error` and `exit_code` are set if it failed; times are this client's, in seconds."""
+
+    request_id: str
+    prompt: Prompt
+    sent_s: float
+    node: str = ""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    finished: Finished | None = None
+    failed: Failed | None = None
+    refused: Refused | None = None
+    retry_at_s: float = 0.0
+    ungranted: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.finished is not None or self.failed is not None
+
+    def error(self) -> EdgeError | None:
+        """Why it failed, None if it did not."""
+        if self.failed is None:
+            return None
+        kind = RequestError if self.failed.kind == "user" else ClusterError
+        return kind(self.failed.detail)
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that `submit --json` prints."""
+        if self.failed is not None:
+            error = {
+                "kind": self.failed.kind,
+                "reason": self.failed.reason,
+                "message": self.failed.detail,
+                "node": self.failed.node or None,
+            }
+            return {"error": error, "text": self.text, "token_ids": self.token_ids, "finish_reason": "error"}
+        assert self.finished is not None, "an answer that still runs has no result"
+        done = self.finished
+        num_tokens = len(self.token_ids)
+        first_s = self.first_token_s if self.first_token_s is not None else self.last_token_s
+        tpot_s = (self.last_token_s - first_s) / (num_tokens - 1) if num_tokens > 1 else 0.0
+        result: dict[str, Any] = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": done.finish_reason,
+            "usage": {
+                "prompt_tokens": done.prompt_tokens,
+                "completion_tokens": done.completion_tokens,
+                "total_tokens": done.prompt_tokens + done.completion_tokens,
+                "cached_tokens": done.cached_tokens,
+            },
+            "timing": {
+                "ttft_s": round(first_s - self.sent_s, 6),
+                "tpot_s": round(tpot_s, 6),
+                "home": {name: round(value, 6) for name, value in msgspec.to_builtins(done.timing).items()},
+            },
+            "nodes": done.nodes,
+            "bill": done.bill,
+            "home": self.node,
+            "request_id": self.request_id,
+        }
+        if self.logprobs:
+            result["logprobs"] = [
+                {"token_id": entry.token_id, "logprob": entry.logprob, "top": entry.top}
+                for entry in self.logprobs
+            ]
+        return result
+
+
+class Client:
+    """A connection to one coordinator. One thread."""
+
+    def __init__(self, address: str, keys: Keys | None, clock: Clock) -> None:
+        self.address = address
+        self._clock = clock
+        self._channel = Channel(address, name="coordinator", keys=keys)
+
+    def connect(self, timeout_s: float = CONNECT_S) -> None:
+        """Greet the coordinator. Raises PeerError or Refusal with one sentence."""
+        self._channel.request(Hello(node="client", role="client"), Welcome, timeout_s)
+
+    def reconnect(self) -> None:
+        """Start over with a new connection; `connect` comes next."""
+        self._channel.reconnect()
+
+    def status(self, timeout_s: float = CONNECT_S) -> dict[str, Any]:
+        """What `status --json` prints."""
+        reply = self._channel.request(StatusQuery(), StatusReply, timeout_s).message
+        assert isinstance(reply, StatusReply)
+        return reply.body
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        wait_ready_s: float,
+        on_tokens: Callable[[Answer, Tokens], None] = lambda answer, tokens: None,
+        on_wait: Callable[[str], None] = lambda line: None,
+        idle_s: float = IDLE_S,
+    ) -> list[Answer]:
+        """Submit all prompts at once and return their answers in the same order.
+
+        wait_ready_s  how long a cluster that is still loading is waited for
+        on_tokens     called as tokens come; on_wait with a line after every 2 s in which nothing came
+        Raises ClusterError when the coordinator goes away, or when nothing comes for `idle_s`.
+        """
+        now = self._clock.now()
+        answers = [Answer(uuid.uuid4().hex, prompt, now, retry_at_s=now) for prompt in prompts]
+        by_id = {answer.request_id: answer for answer in answers}
+        give_up_s = now + wait_ready_s
+        heard_s = said_s = now
+        try:
+            while any(not answer.ended for answer in answers):
+                now = self._clock.now()
+                self._submit_due(answers, now)
+                message = self._receive()
+                now = self._clock.now()
+                if message is not None:
+                    answer = by_id.get(getattr(message, "request_id", ""))
+                    if answer is not None:
+                        self._take(answer, message, now, give_up_s, on_tokens)
+                        if not isinstance(message, Refused):
+                            heard_s = said_s = now
+                            continue
+                if now - said_s >= PROGRESS_S:
+                    said_s = now
+                    on_wait(_waiting_line(answers, now - heard_s))
+                if now - heard_s > max(idle_s, wait_ready_s):
+                    raise ClusterError(
+                        f"nothing came for {now - heard_s:.0f} s: {_waiting_line(answers, idle_s)}"
+                    )
+        except BaseException:
+            self._abort(answer.request_id for answer in answers if not answer.ended and answer.node)
+            raise
+        return answers
+
+    def _submit_due(self, answers: Iterable[Answer], now: float) -> None:
+        for answer in answers:
+            if answer.node or answer.ended or now < answer.retry_at_s:
+                continue
+            answer.retry_at_s = float("inf")
+            prompt = answer.prompt
+            message = Submit(
+                request_id=answer.request_id,
+                prompt=prompt.prompt,
+                messages=prompt.messages,
+                prompt_ids=prompt.prompt_ids,
+                sampling=prompt.sampling,
+                credit=CREDIT,
+                trace=prompt.trace,
+            )
+            sent = self._channel.send(message)
+            if not sent:
+                raise ClusterError(f"the coordinator at {self.address} cannot be reached: {sent.value}")
+
+    def _receive(self) -> Message | None:
+        envelope = self._channel.receive(RECEIVE_S)
+        if envelope is None:
+            if self._channel.is_lost():
+                raise ClusterError(f"the coordinator at {self.address} went away while it was answering")
+            return None
+        return envelope.message
+
+    def _take(
+        self,
+        answer: Answer,
+        message: Message,
+        now: float,
+        give_up_s: float,
+        on_tokens: Callable[[Answer, Tokens], None],
+    ) -> None:
+        match message:
+            case Accepted(node=node):
+                answer.node = node
+            case Tokens():
+                answer.text += message.text
+                answer.token_ids += message.token_ids
+                answer.logprobs += message.logprobs or ()
+                if message.token_ids:
+                    answer.last_token_s = now
+                    if answer.first_token_s is None:
+                        answer.first_token_s = now
+                on_tokens(answer, message)
+                answer.ungranted += 1
+                if answer.ungranted >= CREDIT // 2:
+                    self._channel.send(Credit(answer.request_id, answer.ungranted))
+                    answer.ungranted = 0
+            case Finished():
+                answer.finished = message
+            case Failed():
+                answer.failed = message
+            case Refused():
+                answer.refused = message
+                if message.retry_after_s is not None and now < give_up_s:
+                    answer.retry_at_s = now + message.retry_after_s
+                else:
+                    answer.failed = Failed(
+                        answer.request_id,
+                        "user" if message.reason == "request" else "cluster",
+                        message.reason,
+                        message.detail,
+                    )
+            case _:
+                raise PeerError(f"the coordinator answered a prompt with {type(message).__name__}")
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        with contextlib.suppress(EdgeError):
+            for request_id in request_ids:
+                self._channel.send(Abort(request_id))
+
+
+def _waiting_line(answers: Sequence[Answer], seconds: float) -> str:
+    running = [answer for answer in answers if answer.node and not answer.ended]
+    refused = next(
+        (answer.refused for answer in answers if answer.refused and not answer.node and not answer.ended),
+        None,
+    )
+    if running:
+        nodes = ", ".join(sorted({answer.node for answer in running}))
+        tokens = sum(len(answer.token_ids) for answer in running)
+        return f"waiting for {nodes}, {seconds:.0f} s: {len(running)} answers run, {tokens} tokens came"
+    if refused is not None:
+        return f"waiting, {seconds:.0f} s: {refused.detail}"
+    return f"waiting for the coordinator, {seconds:.0f} s"

@@ -1,0 +1,1 @@
+"""Membership, placement epochs, routing and token streams. Never touches an activation."""

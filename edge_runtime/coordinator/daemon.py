@@ -1,0 +1,322 @@
+"""The coordinator: one socket for nodes and clients. Carries out what `state`, `route` and `streams` decide."""
+
+import logging
+import os
+import secrets
+
+import psutil
+
+from edge_runtime.clock import Clock
+from edge_runtime.coordinator import state as states
+from edge_runtime.coordinator.deploy import deploy_for
+from edge_runtime.coordinator.route import HomeLoad, choose_home
+from edge_runtime.coordinator.status import status_body
+from edge_runtime.coordinator.streams import Delivery, Streams
+from edge_runtime.protocol import (
+    Abort,
+    Accepted,
+    Credit,
+    Deployed,
+    DeployFailed,
+    DeployProgress,
+    Envelope,
+    Failed,
+    Finished,
+    Generate,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Message,
+    PeersChanged,
+    Refused,
+    StatusQuery,
+    StatusReply,
+    Stopping,
+    Submit,
+    Tokens,
+    Welcome,
+    refuse_mismatch,
+)
+from edge_runtime.transport.endpoint import Server
+from edge_runtime.transport.keys import Keys
+from topology.cluster import DECODE, Cluster
+from topology.costs import ModelFootprint
+from topology.placement import Placement
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+RETRY_S = 1.0
+MAX_CLIENTS = 4096  # connections remembered; the oldest idle one must greet again
+
+
+class CoordinatorDaemon:
+    """Owns membership, the placement epoch, routing and token streams. One thread, one loop."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        footprint: ModelFootprint,
+        placement: Placement,
+        *,
+        model_hash: str,
+        keys: Keys | None,
+        clock: Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._footprint = footprint
+        self._placement = placement
+        self._clock = clock
+        self._keys = keys
+        self._identity = Welcome(
+            node="coordinator",
+            role="coordinator",
+            model_hash=model_hash,
+            pid=os.getpid(),
+            incarnation=secrets.token_hex(8),
+        )
+        self._server = Server(cluster.coordinator, keys=keys)
+        self._state = states.initial_state(
+            list(cluster.node_names), placement.epoch, cluster.heartbeat_s, cluster.lost_after_s
+        )
+        self._streams = Streams()
+        self._node_of: dict[bytes, str] = {}  # connection -> node
+        self._clients: dict[bytes, None] = {}  # greeted connections of clients
+        self._started_s = clock.now()
+        self._tick_at_s = 0.0
+        self._stopping = False
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    def stop(self) -> None:
+        """End the loop soon; may be called from a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Serve until stopped."""
+        log.info("cluster %s: listening on %s", self._cluster.name, self.address)
+        try:
+            while not self._stopping:
+                received = self._server.receive(TICK_S)
+                if received is not None:
+                    self._take(*received)
+                now = self._clock.now()
+                if now >= self._tick_at_s:
+                    self._tick_at_s = now + TICK_S
+                    self._apply(states.Tick())
+        finally:
+            self._shut_down()
+
+    # Messages.
+
+    def _take(self, peer: bytes, envelope: Envelope) -> None:
+        message = envelope.message
+        if isinstance(message, Hello):
+            self._greet(peer, message, envelope.call_id)
+        elif peer in self._node_of:
+            self._take_from_node(self._node_of[peer], peer, message)
+        elif peer in self._clients:
+            self._take_from_client(peer, message, envelope.call_id)
+        else:
+            refused = Refused("handshake", "the coordinator takes messages only after a Hello", 0.0)
+            self._server.send(peer, refused, call_id=envelope.call_id)
+
+    def _greet(self, peer: bytes, hello: Hello, call_id: int) -> None:
+        refused = refuse_mismatch(hello, Hello(node="coordinator", model_hash=self._identity.model_hash))
+        if refused is None and self._keys and hello.role != "client" and self._server.key_owner != hello.node:
+            refused = Refused("key", f"the key used is {self._server.key_owner}'s, not {hello.node}'s")
+        if refused is None and hello.role == "coordinator":
+            refused = Refused("role", "this address is a coordinator's; a second one cannot join it")
+        if refused is None and hello.role != "client" and hello.node not in self._state.nodes:
+            names = ", ".join(self._state.nodes)
+            refused = Refused(
+                "unknown_node", f"no node is called {hello.node}; the topology file has {names}"
+            )
+        if refused is not None:
+            log.warning("refused %s: %s", hello.node, refused.detail)
+            self._server.send(peer, refused, call_id=call_id)
+            return
+        if hello.role == "client":
+            self._remember_client(peer)
+            self._server.send(peer, self._identity, call_id=call_id, epoch=self._placement.epoch)
+            return
+        self._apply(states.Joined(hello.node, peer, hello.incarnation, hello.pid))
+
+    def _remember_client(self, peer: bytes) -> None:
+        while len(self._clients) >= MAX_CLIENTS:
+            oldest = next((client for client in self._clients if not self._streams.of_client(client)), None)
+            if oldest is None:
+                break
+            del self._clients[oldest]
+        self._clients[peer] = None
+
+    def _take_from_node(self, name: str, peer: bytes, message: Message) -> None:
+        match message:
+            case Heartbeat(sequence=sequence, report=report):
+                self._server.send(peer, HeartbeatReply(sequence))
+                self._apply(states.Beat(name, report))
+            case DeployProgress():
+                self._apply(states.Progressed(name, message.bytes_done, message.bytes_total))
+            case Deployed():
+                self._apply(states.ShareLoaded(name, message.epoch, message.weight_bytes))
+            case DeployFailed(reason=reason):
+                self._apply(states.LoadFailed(name, reason))
+            case Tokens():
+                if message.request_id not in self._streams:
+                    self._server.send(peer, Abort(message.request_id))  # its client is gone
+                else:
+                    self._deliver(self._streams.tokens(message))
+            case Finished() | Failed():
+                for delivery in self._streams.end(message):
+                    self._deliver(delivery)
+            case Stopping(reason=reason):
+                self._apply(states.Left(name, reason))
+                self._node_of.pop(peer, None)
+            case Refused(detail=detail):
+                log.warning("%s refused: %s", name, detail)
+            case _:
+                log.warning(
+                    "node %s sent %s, which a coordinator does not take", name, type(message).__name__
+                )
+
+    def _take_from_client(self, peer: bytes, message: Message, call_id: int) -> None:
+        match message:
+            case Submit():
+                self._submit(peer, message, call_id)
+            case Credit(request_id=request_id, count=count):
+                self._deliver(self._streams.grant(request_id, count))
+            case Abort(request_id=request_id):
+                self._abort(request_id)
+            case StatusQuery():
+                body = status_body(
+                    self._cluster,
+                    self._placement,
+                    self._state,
+                    self._streams,
+                    coordinator={
+                        "address": self.address,
+                        "pid": os.getpid(),
+                        "uptime_s": round(self._clock.now() - self._started_s, 3),
+                        "rss_bytes": psutil.Process().memory_info().rss,
+                        "bad_frames": self._server.bad_messages,
+                    },
+                    now=self._clock.now(),
+                )
+                self._server.send(peer, StatusReply(body), call_id=call_id)
+            case _:
+                detail = f"the coordinator takes no {type(message).__name__} from a client"
+                self._server.send(peer, Refused("unexpected", detail), call_id=call_id)
+
+    # Requests.
+
+    def _submit(self, peer: bytes, submit: Submit, call_id: int) -> None:
+        request_id = submit.request_id
+        refused = self._why_not(submit)
+        home = None if refused else self._choose_home()
+        if refused is None and home is None:
+            detail = f"no node can answer now: waiting for {self._state.waiting_for()}"
+            refused = Refused("not_ready", detail, RETRY_S, request_id)
+        if refused is not None or home is None:
+            self._server.send(peer, refused, call_id=call_id)
+            return
+        fields = {name: getattr(submit, name) for name in submit.__struct_fields__}
+        if not self._server.send(self._state.nodes[home].peer, Generate(**fields)):
+            detail = f"node {home} cannot be reached now"
+            self._server.send(peer, Refused("not_ready", detail, RETRY_S, request_id), call_id=call_id)
+            return
+        self._streams.open(request_id, peer, home, submit.credit)
+        self._server.send(peer, Accepted(request_id, home), call_id=call_id)
+
+    def _why_not(self, submit: Submit) -> Refused | None:
+        if not submit.request_id:
+            return Refused("request", "a request needs an id")
+        if submit.request_id in self._streams:
+            return Refused("request", f"request id {submit.request_id} is in use", None, submit.request_id)
+        never_ready = [r for r in self._state.nodes.values() if not r.serves and not r.weight_bytes]
+        if never_ready:  # a first placement is served once it is whole; after that, with what is left
+            detail = f"the cluster is not ready: waiting for {self._state.waiting_for()}"
+            return Refused("not_ready", detail, RETRY_S, submit.request_id)
+        return None
+
+    def _choose_home(self) -> str | None:
+        loads = [
+            HomeLoad(node.name, self._streams.in_flight(node.name), self._cluster.max_requests)
+            for node in self._cluster.nodes
+            if DECODE in node.roles and self._state.nodes[node.name].serves
+        ]
+        return choose_home(loads)
+
+    def _abort(self, request_id: str) -> None:
+        node = self._streams.node_of(request_id)
+        if node is not None:
+            self._server.send(self._state.nodes[node].peer, Abort(request_id))
+
+    def _deliver(self, delivery: Delivery | None) -> None:
+        if delivery is None:
+            return
+        if not self._server.send(delivery.client, delivery.message):
+            self._client_gone(delivery.client)
+
+    def _client_gone(self, client: bytes) -> None:
+        """Nobody waits for these answers any more: their blocks are freed within a step."""
+        self._clients.pop(client, None)
+        for request_id in self._streams.of_client(client):
+            log.info("request %s: its client is gone", request_id)
+            self._abort(request_id)
+            self._streams.end(Finished(request_id, "abort"))
+
+    # State.
+
+    def _apply(self, event: states.Event) -> None:
+        self._state, commands = states.apply(self._state, event, self._clock.now())
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: states.Command) -> None:
+        match command:
+            case states.Note(text):
+                log.info("%s", text)
+            case states.SendShare(name):
+                self._send_share(name)
+            case states.RefuseJoin(peer, reason, retry_after_s):
+                log.warning("%s", reason)
+                self._server.send(peer, Refused("name_in_use", reason, retry_after_s))
+            case states.AnnounceAlive():
+                message = PeersChanged(self._placement.epoch, self._state.alive)
+                for name in self._state.alive:
+                    self._server.send(self._state.nodes[name].peer, message)
+            case states.FailRequests(name, why):
+                for request_id in self._streams.of_node(name):
+                    failed = Failed(request_id, "cluster", "node_lost", why, node=name)
+                    for delivery in self._streams.end(failed):
+                        self._deliver(delivery)
+
+    def _send_share(self, name: str) -> None:
+        record = self._state.nodes[name]
+        self._node_of = {peer: node for peer, node in self._node_of.items() if node != name}
+        self._node_of[record.peer] = name
+        self._server.send(record.peer, self._identity, epoch=self._placement.epoch)
+        keys = self._keys
+        deploy = deploy_for(
+            name,
+            self._cluster,
+            self._footprint,
+            self._placement,
+            model_hash=self._identity.model_hash,
+            public_keys={node: keys.of_peer(node).decode() for node in self._cluster.node_names}
+            if keys
+            else {},
+        )
+        if not self._server.send(record.peer, deploy):
+            log.warning("%s cannot be reached; it will be sent its share when it greets again", name)
+
+    def _shut_down(self) -> None:
+        for record in self._state.nodes.values():
+            for request_id in self._streams.of_node(record.name):
+                why = "the coordinator was stopped while the request was being answered"
+                for delivery in self._streams.end(Failed(request_id, "cluster", "stopping", why)):
+                    self._server.send(delivery.client, delivery.message)
+        self._clock.sleep(0.05)  # let the last messages leave: linger is 0
+        self._server.close()

@@ -1,0 +1,59 @@
+"""From a placement to what each node is told: its share, who hosts what, and the engine's settings. Pure."""
+
+from edge_runtime.protocol import Deploy, PeerAddress, Share
+from topology.cluster import Cluster, find_node
+from topology.costs import ModelFootprint, context_limit
+from topology.placement import Placement
+
+
+def deploy_for(
+    name: str,
+    cluster: Cluster,
+    footprint: ModelFootprint,
+    placement: Placement,
+    *,
+    model_hash: str,
+    public_keys: dict[str, str],
+) -> Deploy:
+    """The message that makes node `name` load its share of `placement`.
+
+    public_keys  node -> its CURVE key, for peers to check whom they call; empty without keys
+    """
+    plan = placement.plan_of(name)
+    node = find_node(cluster, name)
+    experts: list[list[int]] = [[] for _ in range(footprint.num_layers)]
+    for expert in plan.experts:
+        experts[expert.layer].append(expert.index)
+    return Deploy(
+        epoch=placement.epoch,
+        share=Share(plan.first_layer, plan.last_layer, experts, plan.kv_blocks),
+        hosts=hosts_table(cluster, footprint, placement),
+        peers=[
+            PeerAddress(peer.name, peer.address, public_keys.get(peer.name, "")) for peer in cluster.nodes
+        ],
+        settings={
+            "context_tokens": context_limit(cluster, footprint),
+            "max_batch_rows": cluster.max_batch_rows,
+            "max_requests": cluster.max_requests,
+            "call_deadline_s": cluster.call_deadline_s,
+            "weight_format": node.weight_format,
+            "planned_bytes": plan.planned_bytes,
+        },
+        model_hash=model_hash,
+    )
+
+
+def hosts_table(cluster: Cluster, footprint: ModelFootprint, placement: Placement) -> list[list[list[int]]]:
+    """By layer, by expert: indices of its hosts in the file's order of nodes; an empty list for a dense layer."""
+    index_of = {node.name: index for index, node in enumerate(cluster.nodes)}
+    table: list[list[list[int]]] = [[] for _ in range(footprint.num_layers)]
+    for layer in footprint.moe_layers:
+        table[layer] = [[] for _ in range(footprint.experts_per_layer)]
+    for (layer, index), nodes in placement.hosts().items():
+        table[layer][index] = [index_of[node] for node in nodes]
+    return table
+
+
+def experts_without_host(placement: Placement, alive: set[str]) -> int:
+    """How many experts no living node holds."""
+    return sum(not alive.intersection(nodes) for nodes in placement.hosts().values())

@@ -1,0 +1,245 @@
+"""The coordinator's picture of its nodes, as a value: `apply(state, event, now)` gives the next state and what to do.
+
+Knows no socket, clock or file; peers are opaque bytes. The daemon carries the commands out, tests and simulator
+call the same function.
+"""
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from edge_runtime.protocol import NodeReport
+
+SUSPECT_AFTER_BEATS = 2.5  # one missed heartbeat changes nothing
+
+Phase = Literal["absent", "loading", "ready", "suspect", "lost", "failed", "left"]
+
+
+class NodeRecord(msgspec.Struct, frozen=True):
+    """One node of the topology file."""
+
+    name: str
+    phase: Phase = "absent"
+    peer: bytes = b""
+    incarnation: str = ""
+    pid: int = 0
+    last_heard_s: float = 0.0
+    bytes_done: int = 0
+    bytes_total: int = 0
+    weight_bytes: int = 0
+    report: NodeReport | None = None
+    fault: str = ""
+
+    @property
+    def serves(self) -> bool:
+        """Its share is loaded and it is not known to be gone."""
+        return self.phase in ("ready", "suspect")
+
+
+class ClusterState(msgspec.Struct, frozen=True):
+    """All nodes, by name in the order of the file. `epoch` is that of the placement being served."""
+
+    nodes: dict[str, NodeRecord]
+    epoch: int
+    heartbeat_s: float
+    lost_after_s: float
+
+    @property
+    def alive(self) -> list[str]:
+        """Nodes that serve, in the order of the file."""
+        return [record.name for record in self.nodes.values() if record.serves]
+
+    @property
+    def is_ready(self) -> bool:
+        """Every node of the file serves."""
+        return all(record.serves for record in self.nodes.values())
+
+    def waiting_for(self) -> str:
+        """What stands between now and ready, for people: `n3 loading 3.1 of 6.8 MB, n5 absent`."""
+        parts = []
+        for record in self.nodes.values():
+            if record.serves:
+                continue
+            if record.phase == "loading":
+                done, total = record.bytes_done / 1e6, record.bytes_total / 1e6
+                parts.append(f"{record.name} loading {done:.1f} of {total:.1f} MB")
+            else:
+                parts.append(f"{record.name} {record.phase}" + (f" ({record.fault})" if record.fault else ""))
+        return ", ".join(parts)
+
+
+class Joined(NamedTuple):
+    name: str
+    peer: bytes
+    incarnation: str
+    pid: int
+
+
+class Beat(NamedTuple):
+    name: str
+    report: NodeReport
+
+
+class Progressed(NamedTuple):
+    name: str
+    bytes_done: int
+    bytes_total: int
+
+
+class ShareLoaded(NamedTuple):
+    name: str
+    epoch: int
+    weight_bytes: int
+
+
+class LoadFailed(NamedTuple):
+    name: str
+    reason: str
+
+
+class Left(NamedTuple):
+    name: str
+    reason: str
+
+
+class Tick(NamedTuple):
+    """Time went by."""
+
+
+Event = Joined | Beat | Progressed | ShareLoaded | LoadFailed | Left | Tick
+
+
+class SendShare(NamedTuple):
+    """Send the node its share of the placement; it answers at once if it holds it already."""
+
+    name: str
+
+
+class RefuseJoin(NamedTuple):
+    """Another process of that name is alive."""
+
+    peer: bytes
+    reason: str
+    retry_after_s: float
+
+
+class AnnounceAlive(NamedTuple):
+    """Tell every serving node who serves."""
+
+
+class FailRequests(NamedTuple):
+    """The requests whose home this node was end here."""
+
+    name: str
+    why: str
+
+
+class Note(NamedTuple):
+    """A line for the log."""
+
+    text: str
+
+
+Command = SendShare | RefuseJoin | AnnounceAlive | FailRequests | Note
+
+
+def initial_state(node_names: list[str], epoch: int, heartbeat_s: float, lost_after_s: float) -> ClusterState:
+    """Nobody is there yet."""
+    return ClusterState({name: NodeRecord(name) for name in node_names}, epoch, heartbeat_s, lost_after_s)
+
+
+def apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState, list[Command]]:
+    """One step of the state machine. `now` is in monotonic seconds; nothing is changed in place."""
+    match event:
+        case Joined():
+            return _join(state, event, now)
+        case Beat(name, report):
+            return _beat(state, state.nodes[name], report, now)
+        case Progressed(name, done, total):
+            return _replace(state, name, last_heard_s=now, bytes_done=done, bytes_total=total), []
+        case ShareLoaded(name, epoch, weight_bytes):
+            if epoch != state.epoch:
+                return state, [Note(f"{name} loaded epoch {epoch}, epoch {state.epoch} is wanted")]
+            state = _replace(
+                state, name, phase="ready", last_heard_s=now, weight_bytes=weight_bytes, fault=""
+            )
+            return state, [Note(f"{name} ready: {weight_bytes / 1e6:.1f} MB of weights"), AnnounceAlive()]
+        case LoadFailed(name, reason):
+            state = _replace(state, name, phase="failed", last_heard_s=now, fault=reason)
+            return state, [Note(f"{name} failed: {reason}")]
+        case Left(name, reason):
+            return _gone(state, name, "left", reason or "stopped")
+        case Tick():
+            return _tick(state, now)
+
+
+def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState, list[Command]]:
+    known = state.nodes[event.name]
+    commands: list[Command] = []
+    returned = known.incarnation == event.incarnation
+    if known.incarnation and not returned and known.phase not in ("lost", "left", "absent"):
+        silence = now - known.last_heard_s
+        if silence < SUSPECT_AFTER_BEATS * state.heartbeat_s:
+            reason = f"a node {event.name} (pid {known.pid}) is already in the cluster; stop it first"
+            return state, [RefuseJoin(event.peer, reason, SUSPECT_AFTER_BEATS * state.heartbeat_s)]
+        commands.append(FailRequests(event.name, f"node {event.name} was restarted while it was answering"))
+    elif returned and known.serves:
+        commands.append(
+            FailRequests(event.name, f"the connection to node {event.name} broke while it was answering")
+        )
+    state = _replace(
+        state,
+        event.name,
+        phase="loading",
+        peer=event.peer,
+        incarnation=event.incarnation,
+        pid=event.pid,
+        last_heard_s=now,
+        bytes_done=0,
+        bytes_total=0,
+        fault="",
+    )
+    word = "is back" if returned else "joined"
+    return state, [*commands, Note(f"{event.name} {word} (pid {event.pid})"), SendShare(event.name)]
+
+
+def _beat(
+    state: ClusterState, known: NodeRecord, report: NodeReport, now: float
+) -> tuple[ClusterState, list[Command]]:
+    commands: list[Command] = []
+    phase = known.phase
+    if phase == "suspect":
+        phase = "ready"
+    elif phase == "lost":  # it was frozen or cut off, not dead: see whether it still holds its share
+        phase = "loading"
+        commands = [Note(f"{known.name} is heard again"), SendShare(known.name)]
+    return _replace(state, known.name, phase=phase, last_heard_s=now, report=report), commands
+
+
+def _tick(state: ClusterState, now: float) -> tuple[ClusterState, list[Command]]:
+    commands: list[Command] = []
+    for record in list(state.nodes.values()):
+        if record.phase not in ("loading", "ready", "suspect"):
+            continue
+        silence = now - record.last_heard_s
+        if silence > state.lost_after_s:
+            state, more = _gone(state, record.name, "lost", f"not heard from for {silence:.1f} s")
+            commands += more
+        elif record.phase == "ready" and silence > SUSPECT_AFTER_BEATS * state.heartbeat_s:
+            state = _replace(state, record.name, phase="suspect")
+            commands.append(Note(f"{record.name} is suspect: silent for {silence:.1f} s"))
+    return state, commands
+
+
+def _gone(state: ClusterState, name: str, phase: Phase, reason: str) -> tuple[ClusterState, list[Command]]:
+    known = state.nodes[name]
+    if known.phase in ("lost", "left", "absent"):
+        return _replace(state, name, phase=phase), []
+    state = _replace(state, name, phase=phase, fault=reason)
+    why = f"node {name} {'left' if phase == 'left' else 'was lost'} ({reason}) while it was answering"
+    return state, [Note(f"{name} {phase}: {reason}"), FailRequests(name, why), AnnounceAlive()]
+
+
+def _replace(state: ClusterState, name: str, **changes: object) -> ClusterState:
+    record = msgspec.structs.replace(state.nodes[name], **changes)
+    return msgspec.structs.replace(state, nodes={**state.nodes, name: record})

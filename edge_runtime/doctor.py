@@ -1,0 +1,115 @@
+"""Looks for what would keep this machine from serving, and says how to mend it. Changes nothing."""
+
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from edge_runtime.clock import Clock
+from edge_runtime.config import resolve_topology_path
+from edge_runtime.errors import ConfigError, EdgeError
+from topology.cluster import Cluster
+from topology.errors import TopologyError
+from topology.files import read_cluster
+
+REACH_S = 2.0
+
+
+class Finding(NamedTuple):
+    what: str
+    is_well: bool
+    detail: str
+
+
+def examine(topology: Path | None, clock: Clock) -> list[Finding]:
+    """All findings; without a topology file only those about this machine."""
+    return list(_examine(topology, clock))
+
+
+def _examine(topology: Path | None, clock: Clock) -> Iterator[Finding]:
+    yield Finding(
+        "python", sys.version_info >= (3, 11), f"{platform.python_version()}; 3.11 or newer is needed"
+    )
+    packages = ("torch", "pyzmq", "msgpack", "tokenizers", "safetensors", "numpy")
+    yield Finding("packages", True, ", ".join(f"{name} {version(name)}" for name in packages))
+    memory = psutil.virtual_memory()
+    yield Finding(
+        "memory", True, f"{memory.available / 2**20:.0f} MiB available of {memory.total / 2**20:.0f} MiB"
+    )
+    yield _kernels()
+    try:
+        path = resolve_topology_path(topology)
+    except ConfigError as error:
+        yield Finding(
+            "topology", topology is None, f"not looked at: {error}" if topology is None else str(error)
+        )
+        return
+    try:
+        cluster = read_cluster(path)
+    except TopologyError as error:
+        yield Finding("topology", False, str(error))
+        return
+    yield Finding("topology", True, f"{path}: cluster {cluster.name}, {len(cluster.nodes)} nodes")
+    yield _model(cluster)
+    yield from _peers(cluster, clock)
+
+
+def _kernels() -> Finding:
+    import torch
+
+    from kernels import backends, ops
+
+    found = backends.describe()
+    path = f"{found['backend']} path" + (f", {found['isa']}" if found["isa"] else "")
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(3, 40, generator=generator), torch.randn(21, 40, generator=generator)
+    error = (ops.linear(x, ops.pack_linear(weight)) - x @ weight.T).abs().max().item()
+    if error > 1e-4:
+        return Finding("kernels", False, f"{path}: self-test is off by {error:.2e}; reinstall edge-runtime")
+    why = (
+        f"; the native kernels are missing ({found['native_error']}), answers come slower"
+        if found["native_error"]
+        else ""
+    )
+    return Finding("kernels", True, f"{path}, self-test off by {error:.1e}{why}")
+
+
+def _model(cluster: Cluster) -> Finding:
+    from edge_runtime.model.checkpoint import Checkpoint
+    from edge_runtime.model.footprint import footprint
+    from topology.placement import plan_placement
+
+    try:
+        checkpoint = Checkpoint.open(cluster.model)
+        parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
+        placement = plan_placement(cluster, parts)
+    except (EdgeError, TopologyError) as error:
+        return Finding("model", False, str(error))
+    planned = sum(plan.planned_bytes for plan in placement.nodes)
+    family = checkpoint.spec.family
+    return Finding("model", True, f"{family} at {cluster.model}, placed on {planned / 2**20:.0f} MiB in all")
+
+
+def _peers(cluster: Cluster, clock: Clock) -> Iterator[Finding]:
+    from edge_runtime.protocol import Hello, Welcome
+    from edge_runtime.transport.endpoint import Channel
+    from edge_runtime.transport.keys import load_keys
+
+    try:
+        keys = load_keys(Path(cluster.keys), "client") if cluster.keys else None
+    except ConfigError as error:
+        yield Finding("keys", False, str(error))
+        return
+    addresses = {"coordinator": cluster.coordinator, **{node.name: node.address for node in cluster.nodes}}
+    for name, address in addresses.items():
+        try:
+            with Channel(address, name=name, keys=keys, clock=clock) as channel:
+                welcome = channel.request(Hello(node="client", role="client"), Welcome, REACH_S).message
+            found = getattr(welcome, "node", "")
+            yield Finding(name, found == name, f"{address} answers as {found}")
+        except EdgeError as error:
+            yield Finding(name, False, str(error))

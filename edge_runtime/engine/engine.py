@@ -1,0 +1,207 @@
+"""The engine: scheduler, runner and sampler in one step, and the thread that turns steps.
+
+Requests and aborts come in through a queue, outputs leave through a callback; neither ever waits for the other side.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from edge_runtime.clock import Clock
+from edge_runtime.engine.bill import bill_of
+from edge_runtime.engine.plan import Finished
+from edge_runtime.engine.request import FinishReason, Request
+from edge_runtime.engine.runner import Runner
+from edge_runtime.engine.scheduler import Scheduler
+from edge_runtime.errors import EdgeError, UserError
+from edge_runtime.model.sampling import Sampler, TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+
+class Output(NamedTuple):
+    """What one step brought one request: a token, an end, or both."""
+
+    request_id: str
+    token_id: int | None
+    logprobs: TokenLogprobs | None
+    ended: "Ended | None"
+
+
+class Ended(NamedTuple):
+    """How a request ended, and what it cost.
+
+    request        with its tokens and the moments of its life
+    finish_reason  `stop`, `length`, `abort` or `error`
+    detail         for `error`: one sentence that names node and experts
+    ended_s        when, on the engine's clock
+    is_users_fault whether the request itself could not be served
+    slots          expert slots computed for it, by node name
+    """
+
+    request: Request
+    finish_reason: FinishReason
+    detail: str
+    ended_s: float
+    is_users_fault: bool = False
+    bill: Mapping[str, float] = MappingProxyType({})
+    slots: Mapping[str, int] = MappingProxyType({})
+
+
+class Engine:
+    """Steps over the requests it was given. Not thread-safe: one thread calls everything."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, sampler: Sampler, clock: Clock) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.sampler = sampler
+        self.clock = clock
+        self.tokens_generated = 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError when it could never fit."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> Output | None:
+        """End a request now and free its blocks; None if it is not here (it may have ended by itself)."""
+        finished = self.scheduler.abort(request_id, self.clock.now())
+        return self._ended(finished, None, None) if finished is not None else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits or runs."""
+        return self.scheduler.is_idle
+
+    def step(self) -> list[Output]:
+        """Plan, run, sample, settle. Empty when nothing can run."""
+        times, now = self.runner.times, self.clock.now
+        began = now()
+        plan = self.scheduler.plan_step(began)
+        times.plan += now() - began
+        if plan is None:
+            return []
+        result = self.runner.run(plan)
+
+        began = now()
+        sampling = [piece.request for piece in plan.slices if piece.samples]
+        sampled = self.sampler.sample(result.logits, sampling) if sampling else None
+        failed = dict(result.failed)
+        tokens: dict[str, int] = {}
+        logprobs: Sequence[TokenLogprobs | None] = ()
+        if sampled is not None:
+            token_ids = sampled.token_ids.tolist()
+            logprobs = sampled.logprobs
+            for index in sampled.bad_rows:
+                request_id = sampling[index].request_id
+                failed.setdefault(request_id, f"request {request_id}: the model's logits are not finite")
+            tokens = {
+                request.request_id: token_id
+                for request, token_id in zip(sampling, token_ids, strict=True)
+                if request.request_id not in failed
+            }
+        sampled_at = now()
+        times.sample += sampled_at - began
+        ended = self.scheduler.complete(plan, tokens, sampled_at, failed=failed)
+        finished = {done.request.request_id: done for done in ended}
+        self.tokens_generated += len(tokens)
+
+        outputs = []
+        for index, request in enumerate(sampling):
+            request_id = request.request_id
+            token_id = tokens.get(request_id)
+            if token_id is not None:
+                detail = logprobs[index] if logprobs else None
+                done = finished.pop(request_id, None)
+                if done is None:
+                    outputs.append(Output(request_id, token_id, detail, None))
+                else:
+                    outputs.append(self._ended(done, token_id, detail))
+        outputs.extend(self._ended(done, None, None) for done in finished.values())
+        times.plan += now() - sampled_at
+        return outputs
+
+    def _ended(self, finished: Finished, token_id: int | None, logprobs: TokenLogprobs | None) -> Output:
+        request = finished.request
+        bill, slots = bill_of(self.runner.served.take(request.request_id), self.runner.port.host_names)
+        ended = Ended(request, finished.reason, finished.error, self.clock.now(), bill=bill, slots=slots)
+        return Output(request.request_id, token_id, logprobs, ended)
+
+
+class EngineThread(threading.Thread):
+    """Turns an engine's steps in a thread of its own until told to stop.
+
+    outputs_ready(outputs) is called from this thread after every step that brought something; it must not block.
+    A fault of ours ends the loop and is kept in `.fault`; died() lets the daemon end loudly.
+    """
+
+    def __init__(
+        self, engine: Engine, outputs_ready: Callable[[list[Output]], None], died: Callable[[], None]
+    ) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.engine = engine
+        self.fault: BaseException | None = None
+        self._outputs_ready = outputs_ready
+        self._died = died
+        self._inbox: queue.SimpleQueue[Callable[[Engine], list[Output]] | None] = queue.SimpleQueue()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request from any thread; one that cannot run comes back as an output that ended with `error`."""
+
+        def submit(engine: Engine) -> list[Output]:
+            try:
+                engine.submit(request)
+            except EdgeError as error:
+                ended = Ended(request, "error", str(error), engine.clock.now(), isinstance(error, UserError))
+                return [Output(request.request_id, None, None, ended)]
+            return []
+
+        self._inbox.put(submit)
+
+    def abort(self, request_id: str) -> None:
+        """Abort from any thread; blocks are free within one step."""
+
+        def abort(engine: Engine) -> list[Output]:
+            output = engine.abort(request_id)
+            return [output] if output is not None else []
+
+        self._inbox.put(abort)
+
+    def call(self, action: Callable[[Engine], None]) -> None:
+        """Run `action` between two steps."""
+
+        def run(engine: Engine) -> list[Output]:
+            action(engine)
+            return []
+
+        self._inbox.put(run)
+
+    def stop(self) -> None:
+        """End the loop after the step in hand. Join to wait for it."""
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        try:
+            while self._take_orders():
+                outputs = self.engine.step()
+                if outputs:
+                    self._outputs_ready(outputs)
+        except BaseException as fault:
+            log.exception("the engine ended on a fault of its own")
+            self.fault = fault
+            self._died()
+
+    def _take_orders(self) -> bool:
+        """Carry out what waits in the inbox; sleeps in it while the engine has nothing to do. False: stop."""
+        while True:
+            try:
+                order = self._inbox.get(block=self.engine.is_idle)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            outputs = order(self.engine)
+            if outputs:
+                self._outputs_ready(outputs)

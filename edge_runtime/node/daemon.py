@@ -1,0 +1,367 @@
+"""The node daemon: one process per machine. Carries out what the coordinator says and reports what is.
+
+Its control loop (this module) is the main thread; the engine, the expert service and the loader have threads of
+their own and reach it through a queue and a waker. It survives coordinators: it keeps its share and greets again.
+"""
+
+import collections
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from edge_runtime.clock import Clock
+from edge_runtime.engine.engine import EngineThread, Output
+from edge_runtime.errors import ProtocolError, RequestError
+from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.tokenizer import Tokenizer
+from edge_runtime.node.answers import AnswerStream
+from edge_runtime.node.expert_service import ExpertService, Residents
+from edge_runtime.node.report import node_report
+from edge_runtime.node.requests import HomeRequest, make_request
+from edge_runtime.node.share import LoadedShare, ShareLoader, load_share, share_digest
+from edge_runtime.protocol import (
+    Abort,
+    Deploy,
+    Deployed,
+    DeployFailed,
+    DeployProgress,
+    Failed,
+    Finished,
+    Generate,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Message,
+    PeersChanged,
+    Refused,
+    Stop,
+    Stopping,
+    Welcome,
+)
+from edge_runtime.transport.endpoint import Channel, Server, Waker, next_call_id, wait_any
+from edge_runtime.transport.keys import Keys
+from topology.cluster import Cluster, Node
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.25  # longest sleep of the control loop: timers are this exact
+PROGRESS_S = 2.0  # a wait longer than this says what is awaited
+GREET_AGAIN_S = 1.0
+SWITCH_INTERVAL_S = 0.0005  # Python's default of 5 ms would hold an engine step up for as long
+ACTIVATION_DTYPE = "float32"
+
+
+class NodeDaemon:
+    """One node of a cluster. `run` returns when it was told to stop; a fault of ours is raised."""
+
+    def __init__(
+        self, cluster: Cluster, node: Node, checkpoint: Checkpoint, keys: Keys | None, clock: Clock
+    ) -> None:
+        self._cluster = cluster
+        self._node = node
+        self._checkpoint = checkpoint
+        self._tokenizer = Tokenizer.open(checkpoint.folder)
+        self._keys = keys
+        self._clock = clock
+        self._identity = Hello(
+            node=node.name,
+            role="home" if node.holds_trunk else "node",
+            model_hash=checkpoint.model_hash,
+            dtype=ACTIVATION_DTYPE,
+            pid=os.getpid(),
+            incarnation=secrets.token_hex(8),
+        )
+        self._waker = Waker()
+        self._events: collections.deque[Callable[[], None]] = collections.deque()
+        self._server = Server(node.address, keys=keys)
+        self._service = ExpertService(self._server, self._identity, clock, self._wake_up)
+        self._coordinator = Channel(cluster.coordinator, name="coordinator", keys=keys)
+        self._share: LoadedShare | None = None
+        self._loader: ShareLoader | None = None
+        self._engine: EngineThread | None = None
+        self._requests: dict[str, HomeRequest] = {}
+        self._stopping = False
+        self._greeted = False
+        self._greet_at_s = 0.0
+        self._waiting_since_s = clock.now()
+        self._say_waiting_at_s = clock.now() + PROGRESS_S
+        self._progress_at_s = 0.0
+        self._beat_at_s = 0.0
+        self._beats = 0
+        self._heard_s = clock.now()
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    def stop(self) -> None:
+        """End the loop soon; may be called from a signal handler."""
+        self._stopping = True
+        self._wake_up()
+
+    def run(self) -> None:
+        """Serve until stopped."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        torch.set_num_threads(self._node.threads)
+        self._service.start()
+        log.info("listening on %s, roles %s", self.address, ", ".join(sorted(self._node.roles)))
+        try:
+            while not self._stopping:
+                wait_any([self._coordinator, self._waker], WAIT_S)
+                self._waker.clear()
+                self._take_events()
+                self._take_messages()
+                self._keep_contact()
+                self._raise_faults()
+        except BaseException:
+            self._shut_down("ended on a fault of its own, which its log shows,")
+            raise
+        self._shut_down("was told to stop")
+
+    # What other threads bring.
+
+    def _wake_up(self) -> None:
+        self._waker.wake()
+
+    def _post(self, event: Callable[[], None]) -> None:
+        self._events.append(event)
+        self._waker.wake()
+
+    def _take_events(self) -> None:
+        while self._events:
+            self._events.popleft()()
+
+    def _raise_faults(self) -> None:
+        for thread in (self._service, self._engine):
+            if thread is not None and thread.fault is not None:
+                raise thread.fault
+
+    # The coordinator.
+
+    def _keep_contact(self) -> None:
+        now = self._clock.now()
+        silence = now - self._heard_s
+        if self._coordinator.is_lost() or (self._greeted and silence > self._cluster.lost_after_s):
+            log.warning("the coordinator at %s is gone; greeting it again", self._cluster.coordinator)
+            self._forget_coordinator(now)
+        if not self._greeted:
+            self._greet(now)
+        elif now >= self._beat_at_s:
+            self._beat_at_s = now + self._cluster.heartbeat_s
+            self._beats += 1
+            report = node_report(self._share, self._service, self._loader, self._engine)
+            self._send(Heartbeat(self._beats, report))
+
+    def _forget_coordinator(self, now: float) -> None:
+        """Its clients cannot be reached any more, so their requests end here."""
+        self._coordinator.reconnect()
+        self._greeted = False
+        self._greet_at_s = now
+        self._heard_s = now
+        self._waiting_since_s = now
+        self._say_waiting_at_s = now + PROGRESS_S
+        for request_id in list(self._requests):
+            self._abort(request_id)
+
+    def _greet(self, now: float) -> None:
+        if now >= self._greet_at_s and self._coordinator.is_up():
+            self._greet_at_s = now + GREET_AGAIN_S
+            self._coordinator.send(self._identity, call_id=next_call_id())
+        if now >= self._say_waiting_at_s:
+            self._say_waiting_at_s = now + PROGRESS_S
+            waited = now - self._waiting_since_s
+            log.info("waiting for the coordinator at %s, %.0f s", self._cluster.coordinator, waited)
+
+    def _send(self, message: Message) -> None:
+        sent = self._coordinator.send(message)
+        if not sent:
+            log.warning("%s not sent to the coordinator: %s", type(message).__name__, sent.value)
+
+    def _take_messages(self) -> None:
+        while True:
+            try:
+                envelope = self._coordinator.receive(0)
+            except ProtocolError as error:
+                log.warning("the coordinator sent what is not a message: %s", error)
+                continue
+            if envelope is None:
+                return
+            self._heard_s = self._clock.now()
+            self._take(envelope.message)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Welcome():
+                if not self._greeted:
+                    log.info("in contact with the coordinator at %s", self._cluster.coordinator)
+                self._greeted = True
+                self._beat_at_s = 0.0
+            case Refused(reason="handshake"):  # another coordinator process answers: it wants a Hello first
+                self._greeted = False
+            case Refused() as refused:
+                if refused.retry_after_s is None:
+                    raise refused.as_error()
+                log.warning("refused by the coordinator: %s", refused.detail)
+                self._greet_at_s = self._clock.now() + refused.retry_after_s
+            case HeartbeatReply():
+                pass
+            case Deploy():
+                self._deploy(message)
+            case PeersChanged():
+                self._peers_changed(message)
+            case Generate():
+                self._generate(message)
+            case Abort(request_id=request_id):
+                self._abort(request_id)
+            case Stop(reason=reason):
+                log.info("told to stop: %s", reason)
+                self._stopping = True
+            case _:
+                log.warning("the coordinator sent %s, which a node does not take", type(message).__name__)
+
+    # The share.
+
+    def _deploy(self, deploy: Deploy) -> None:
+        if self._share is not None and self._share.digest == share_digest(deploy):
+            self._send(Deployed(deploy.epoch, self._share.weight_bytes))
+            return
+        if self._loader is not None:
+            log.info("epoch %d is already being loaded", self._loader.epoch)
+            return
+        self._drop_share("took another share")
+        load = lambda: load_share(  # noqa: E731
+            deploy,
+            self._checkpoint,
+            self._tokenizer,
+            identity=self._identity,
+            keys=self._keys,
+            clock=self._clock,
+            progress=lambda done, total, what: self._post(
+                lambda: self._progress(deploy.epoch, done, total, what)
+            ),
+        )
+        self._loader = ShareLoader(
+            load, deploy.epoch, lambda loader: self._post(lambda: self._loaded(loader))
+        )
+        self._loader.start()
+
+    def _progress(self, epoch: int, done: int, total: int, what: str) -> None:
+        now = self._clock.now()
+        if now >= self._progress_at_s:
+            self._progress_at_s = now + WAIT_S
+            self._send(DeployProgress(epoch, done, total, what))
+
+    def _loaded(self, loader: ShareLoader) -> None:
+        self._loader = None
+        loader.join()
+        if loader.crash is not None:
+            raise loader.crash
+        if loader.share is None:
+            log.error("epoch %d not loaded: %s", loader.epoch, loader.fault)
+            self._send(DeployFailed(loader.epoch, loader.fault))
+            return
+        share = self._share = loader.share
+        spec = self._checkpoint.spec
+        num_experts = max((layer.gate.num_experts for layer in spec.layers if layer.gate), default=0)
+        self._service.residents = Residents(share.epoch, share.store, spec.width, num_experts)
+        if share.engine is not None:
+            self._engine = EngineThread(
+                share.engine, lambda outputs: self._post(lambda: self._take_outputs(outputs)), self._wake_up
+            )
+            self._engine.start()
+        rss = psutil.Process().memory_info().rss
+        log.info(
+            "epoch %d: %d experts, %.1f MB of weights, %.0f MB resident, %.0f MB planned",
+            share.epoch,
+            len(share.store),
+            share.weight_bytes / 1e6,
+            rss / 1e6,
+            share.planned_bytes / 1e6,
+        )
+        self._send(Deployed(share.epoch, share.weight_bytes, rss))
+
+    def _drop_share(self, why: str) -> None:
+        """End what runs and free the share, before another is loaded."""
+        self._service.residents = Residents(0, None, 0, 0)
+        self._stop_engine(why)
+        if self._share is not None:
+            self._share.close()
+            self._share = None
+
+    def _stop_engine(self, why: str) -> None:
+        if self._engine is not None:
+            self._engine.stop()
+            self._engine.join()
+            self._engine = None
+        for request_id in self._requests if self._greeted else ():
+            detail = f"node {self._node.name} {why} while it was answering"
+            self._send(Failed(request_id, "cluster", "stopping", detail, node=self._node.name))
+        self._requests.clear()
+
+    def _peers_changed(self, message: PeersChanged) -> None:
+        if self._share is None or self._share.experts is None or self._engine is None:
+            return
+        experts = self._share.experts
+        experts.alive = frozenset(message.alive)
+        self._engine.call(lambda engine: experts.greet_all(GREET_AGAIN_S))
+
+    # Requests.
+
+    def _generate(self, generate: Generate) -> None:
+        request_id = generate.request_id
+        if self._engine is None or self._share is None or self._share.engine is None:
+            why = f"node {self._node.name} has no engine for epoch {self._share.epoch if self._share else 0}"
+            self._send(Failed(request_id, "cluster", "not_ready", why, node=self._node.name))
+            return
+        settings = self._share.engine.scheduler.settings
+        try:
+            request = make_request(
+                generate,
+                self._tokenizer,
+                vocab_size=settings.vocab_size,
+                context_tokens=settings.context_tokens,
+                now=self._clock.now(),
+            )
+        except RequestError as error:
+            self._send(Failed(request_id, "user", "request", str(error), node=self._node.name))
+            return
+        stream = AnswerStream(self._tokenizer.stream(), request.params.stop)
+        self._requests[request_id] = HomeRequest(request, stream, self._node.name)
+        self._engine.submit(request)
+
+    def _abort(self, request_id: str) -> None:
+        if self._engine is not None and request_id in self._requests:
+            self._engine.abort(request_id)
+
+    def _take_outputs(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            home = self._requests.get(output.request_id)
+            if home is None:
+                continue
+            messages, abort = home.take(output)
+            if abort and self._engine is not None:
+                self._engine.abort(output.request_id)
+            for message in messages:
+                if self._greeted:
+                    self._send(message)
+                if isinstance(message, Finished | Failed):
+                    del self._requests[output.request_id]
+
+    def _shut_down(self, why: str) -> None:
+        self._service.residents = Residents(0, None, 0, 0)
+        self._stop_engine(why)
+        if self._greeted:
+            self._send(Stopping(why.rstrip(",")))
+        self._service.stop()
+        self._service.join(2.0)
+        if self._share is not None:
+            self._share.close()
+        self._clock.sleep(0.05)  # let the last messages leave: linger is 0
+        self._coordinator.close()
+        self._server.close()
+        self._waker.close()

@@ -1,0 +1,172 @@
+"""Runs this node's experts for its peers: calls in, one kernel call each, outputs back. A thread of its own.
+
+Knows rows and expert ids; nothing of requests. What a peer sends wrongly costs only that peer its answer.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from edge_runtime.clock import Clock
+from edge_runtime.errors import Refusal
+from edge_runtime.model.moe import ExpertStore
+from edge_runtime.protocol import ExpertCall, ExpertReply, Hello, Message, Refused, Welcome, refuse_mismatch
+from edge_runtime.transport.endpoint import Server
+from kernels import ops
+
+log = logging.getLogger(__name__)
+
+RECEIVE_S = 0.2  # how often the thread looks whether it is to stop
+MAX_GREETED = 1024  # connections remembered as greeted; the oldest must greet again
+
+
+@dataclass(frozen=True)
+class Residents:
+    """The experts this node answers for. `epoch` 0 and an empty store before the first placement."""
+
+    epoch: int
+    store: ExpertStore | None
+    width: int
+    num_experts: int
+
+
+@dataclass
+class ServiceCounters:
+    """Counts since the start of the process; written by the service's thread alone."""
+
+    calls: int = 0
+    rows: int = 0
+    pairs: int = 0
+    refused: int = 0
+    busy_s: float = 0.0
+
+
+class ExpertService(threading.Thread):
+    """Answers Hello and ExpertCall at the node's own address.
+
+    `residents` may be replaced from another thread at any time; each call uses the one it finds.
+    A fault of ours ends the thread, is kept in `.fault`, and died() lets the daemon end loudly.
+    """
+
+    def __init__(self, server: Server, identity: Hello, clock: Clock, died: Callable[[], None]) -> None:
+        super().__init__(name="expert-service", daemon=True)
+        self.residents = Residents(0, None, 0, 0)
+        self.counters = ServiceCounters()
+        self.fault: BaseException | None = None
+        self._server = server
+        self._identity = identity
+        self._clock = clock
+        self._died = died
+        self._greeted: dict[bytes, str] = {}  # connection -> name of the peer
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """End after the call in hand; join to wait for it."""
+        self._stopping.set()
+
+    @property
+    def bad_messages(self) -> int:
+        return self._server.bad_messages
+
+    def run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                received = self._server.receive(RECEIVE_S)
+                if received is not None:
+                    peer, envelope = received
+                    reply, tensors = self._answer(peer, envelope.message, envelope.epoch, envelope.tensors)
+                    self._server.send(
+                        peer,
+                        reply,
+                        call_id=envelope.call_id,
+                        epoch=self.residents.epoch,
+                        tensors=tensors,
+                        zero_copy=True,
+                    )
+        except BaseException as fault:
+            log.exception("the expert service ended on a fault of its own")
+            self.fault = fault
+            self._died()
+
+    def _answer(
+        self, peer: bytes, message: Message, epoch: int, tensors: Any
+    ) -> tuple[Message, tuple[Any, ...]]:
+        match message:
+            case ExpertCall():
+                try:
+                    return self._run(peer, message, epoch, *tensors)
+                except Refusal as refusal:
+                    self.counters.refused += 1
+                    return Refused.of(refusal), ()
+            case Hello():
+                refused = refuse_mismatch(message, self._identity)
+                if refused is not None:
+                    log.warning("refused %s: %s", message.node, refused.detail)
+                    return refused, ()
+                self._greet(peer, message.node)
+                return self._welcome(), ()
+            case _:
+                name = type(message).__name__
+                return Refused(
+                    "unexpected", f"{self._identity.node} runs experts here; it takes no {name}"
+                ), ()
+
+    def _greet(self, peer: bytes, name: str) -> None:
+        while len(self._greeted) >= MAX_GREETED:
+            del self._greeted[next(iter(self._greeted))]
+        self._greeted[peer] = name
+
+    def _welcome(self) -> Welcome:
+        own = self._identity
+        return Welcome(
+            node=own.node,
+            role=own.role,
+            model_hash=own.model_hash,
+            dtype=own.dtype,
+            numerics=own.numerics,
+            pid=own.pid,
+            incarnation=own.incarnation,
+        )
+
+    def _run(
+        self, peer: bytes, call: ExpertCall, epoch: int, rows: Any, pair_rows: Any, pair_experts: Any
+    ) -> tuple[Message, tuple[Any, ...]]:
+        node, residents = self._identity.node, self.residents
+        if peer not in self._greeted:
+            raise Refusal("handshake", f"{node} takes calls only after a Hello on the same connection", 0.0)
+        if epoch != residents.epoch or residents.store is None:
+            raise Refusal(
+                "epoch", f"{node} serves epoch {residents.epoch}, the call is for epoch {epoch}", 0.5
+            )
+        if rows.shape[1] != residents.width:
+            raise Refusal("shape", f"{node} expects rows of width {residents.width}, found {rows.shape[1]}")
+        num_pairs = len(pair_rows)
+        if num_pairs and not (pair_rows.min() >= 0 and pair_rows.max() < len(rows)):
+            raise Refusal("shape", f"a pair names a row outside 0 to {len(rows) - 1}")
+        bank = residents.store.bank(call.layer)
+        absent = residents.store.absent(call.layer)
+        if num_pairs and not (pair_experts.min() >= 0 and pair_experts.max() < residents.num_experts):
+            raise Refusal("not_resident", f"a pair names an expert outside 0 to {residents.num_experts - 1}")
+        experts = torch.from_numpy(pair_experts)
+        if bank is None or absent is None or bool(absent[experts].any()):
+            named = experts if absent is None else experts[absent[experts]]
+            names = ", ".join(map(str, named.unique().tolist()))
+            raise Refusal("not_resident", f"{node} does not hold layer {call.layer} experts {names}", 0.5)
+        began = self._clock.now()
+        x = (
+            torch.from_numpy(rows)
+            if rows.dtype.kind == "f"
+            else torch.from_numpy(rows).view(torch.bfloat16).float()
+        )
+        outputs = ops.grouped_ffn(x, torch.from_numpy(pair_rows), experts, bank)
+        compute_s = self._clock.now() - began
+        counters = self.counters
+        counters.calls += 1
+        counters.rows += len(rows)
+        counters.pairs += num_pairs
+        counters.busy_s += compute_s
+        return ExpertReply(layer=call.layer, compute_s=compute_s), (outputs.numpy(),)

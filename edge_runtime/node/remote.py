@@ -1,0 +1,321 @@
+"""The experts of a placement behind one call: this node's own and those of its peers.
+
+Per layer one message per peer for the whole batch; own experts are computed while the replies are on their way.
+Every slot's output comes back as one float32 row and is added at the home in slot order, so where an expert runs
+never changes a token. Knows no request and no token.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edge_runtime.clock import Clock
+from edge_runtime.errors import PeerError, Refusal
+from edge_runtime.model.moe import ExpertStore, LocalExperts, Missing
+from edge_runtime.node.peer_link import PeerLink
+from edge_runtime.protocol import Envelope, ExpertCall, ExpertReply
+from edge_runtime.transport.calls import PeerCalls, Pending
+from kernels import ops
+from topology.host_choice import NOBODY, choose_hosts
+from topology.ids import ExpertId
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.05  # how often links are looked at between steps: a killed peer is noticed in a call anyway
+GREET_PATIENCE_S = 5.0  # how long a step waits for a peer that is said to be alive but was never reached
+
+
+@dataclass
+class PeerTraffic:
+    """What went to one peer and came back, since the start; bytes of tensors."""
+
+    calls: int = 0
+    rows: int = 0
+    pairs: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    failures: int = 0
+
+
+@dataclass
+class ExpertTimes:
+    """Seconds since the start: laying out and sending, own experts, waiting for and taking in replies."""
+
+    send: float = 0.0
+    local: float = 0.0
+    wait: float = 0.0
+    peers_compute: float = 0.0
+
+
+class PlacedExperts:
+    """An ExpertPort over a whole placement. Used by one thread, but for `alive`.
+
+    host_names  index 0 is this node, then its peers
+    alive       names of the peers that the coordinator says serve; any thread may replace it
+    """
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        store: ExpertStore,
+        hosts: Mapping[ExpertId, Sequence[str]],
+        links: Sequence[PeerLink],
+        num_layers: int,
+        num_experts: int,
+        epoch: int,
+        deadline_s: float,
+        clock: Clock,
+    ) -> None:
+        self.host_names = [node, *(link.name for link in links)]
+        self.alive: frozenset[str] = frozenset(self.host_names)
+        self.traffic = {link.name: PeerTraffic() for link in links}
+        self.times = ExpertTimes()
+        self._store = store
+        self._local = LocalExperts(store, node)
+        self._hosts = hosts
+        self._links = list(links)
+        self._shape = (num_layers, num_experts)
+        self._epoch = epoch
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._calls = PeerCalls(clock)
+        self._look_at_s = 0.0
+        self._choose()
+
+    def begin_step(self) -> None:
+        """Notice peers that came or went, at most every 50 ms."""
+        now = self._clock.now()
+        if now >= self._look_at_s:
+            self._look_at_s = now + LOOK_S
+            self._look()
+
+    def hosts_of(self, layer: int, expert_ids: Tensor) -> np.ndarray | None:
+        """[T, K] int32 host of every slot, -1 nobody; None when this node serves the whole layer."""
+        if self._is_local[layer]:
+            return None
+        return self._table_numpy[layer][expert_ids.numpy()]
+
+    def greet_all(self, patience_s: float) -> None:
+        """Wait until every living peer is usable, `patience_s` at most. For a start-up without a failed first step."""
+        deadline = self._clock.now() + patience_s
+        while self._ungreeted() and self._clock.now() < deadline:
+            self._look()
+            self._clock.sleep(0.005)
+        self._look()
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+
+    def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
+        """See ExpertPort. x [T, D] float32, expert_ids [T, K] int32, out [T*K, D] float32.
+
+        A slot whose peer fails goes to another host of the expert within the same deadline. What no living host
+        holds is Missing.
+        """
+        if self._is_local[layer]:
+            began = self._clock.now()
+            missing = self._local.run(layer, x, expert_ids, out)
+            self.times.local += self._clock.now() - began
+            return missing
+        deadline = self._clock.now() + self._deadline_s
+        failed = self._run_once(layer, x, expert_ids, out, deadline)
+        flat = expert_ids.reshape(-1)
+        num_columns = expert_ids.shape[1]
+        missing: list[Tensor] = []
+        while failed is not None:
+            unhosted = self._table[layer][flat[failed].long()] == NOBODY
+            if bool(unhosted.any()) and self._await_peers(deadline):
+                continue
+            missing.append(failed[unhosted])
+            failed = failed[~unhosted]
+            if not len(failed):
+                break
+            # One slot per line: the retried slots as a step of their own, on the rows they belong to.
+            retried = torch.empty(len(failed), out.shape[1])
+            rows = x[failed // num_columns].contiguous()
+            again = self._run_once(layer, rows, flat[failed].view(-1, 1).contiguous(), retried, deadline)
+            came = torch.ones(len(failed), dtype=torch.bool)
+            if again is not None:
+                came[again] = False
+            out[failed[came]] = retried[came]
+            failed = failed[again] if again is not None else None
+        slots = torch.cat(missing) if missing else torch.empty(0, dtype=torch.int64)
+        return Missing(slots, self._explain(layer, flat[slots])) if len(slots) else None
+
+    def _run_once(
+        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, deadline: float
+    ) -> Tensor | None:
+        """Call every host once. Returns the flat slots [n] int64 that stay unfilled, None if none does."""
+        times, now = self.times, self._clock.now
+        began = now()
+        split = ops.dispatch(expert_ids, self._table[layer], len(self.host_names))
+        offsets, row_offsets = split.offsets.tolist(), split.row_offsets.tolist()
+        flat = expert_ids.reshape(-1)
+        called = [host for host in range(1, len(self.host_names)) if offsets[host + 1] > offsets[host]]
+        pending = self._send(layer, x, flat, split, called, offsets, row_offsets, deadline)
+        sent_at = now()
+        self._run_local(layer, x, flat, split, offsets, row_offsets, out)
+        local_at = now()
+
+        unfilled: list[Tensor] = []
+        if pending is not None:
+            outcomes = self._calls.receive(pending)
+            for host, outcome in zip(called, outcomes, strict=True):
+                slots = split.pairs[offsets[host] : offsets[host + 1]].long()
+                if not self._take(host, outcome, slots, out):
+                    unfilled.append(slots)
+        if offsets[-1] < len(flat):
+            served = torch.zeros(len(flat), dtype=torch.bool)
+            served[split.pairs.long()] = True
+            unfilled.append((~served).nonzero().view(-1))
+        times.send += sent_at - began
+        times.local += local_at - sent_at
+        times.wait += now() - local_at
+        if not unfilled:
+            return None
+        self._look_at_s = 0.0
+        self._look()
+        self._choose()
+        return torch.cat(unfilled)
+
+    def _send(
+        self,
+        layer: int,
+        x: Tensor,
+        flat: Tensor,
+        split: ops.Dispatched,
+        called: Sequence[int],
+        offsets: Sequence[int],
+        row_offsets: Sequence[int],
+        deadline: float,
+    ) -> Pending | None:
+        if not called:
+            return None
+        tensors = []
+        for host in called:
+            rows = x[split.rows[row_offsets[host] : row_offsets[host + 1]]]
+            pairs = slice(offsets[host], offsets[host + 1])
+            experts = flat[split.pairs[pairs]]
+            tensors.append((rows.numpy(), split.pair_rows[pairs].numpy(), experts.numpy()))
+            traffic = self.traffic[self.host_names[host]]
+            traffic.calls += 1
+            traffic.rows += len(rows)
+            traffic.pairs += len(experts)
+            traffic.bytes_out += rows.nbytes + 2 * experts.nbytes
+        message = ExpertCall(layer=layer)
+        return self._calls.send(
+            [self._links[host - 1].channel for host in called],
+            [message] * len(called),
+            tensors,
+            epoch=self._epoch,
+            ttl_s=max(0.0, deadline - self._clock.now()),
+            zero_copy=True,
+        )
+
+    def _run_local(
+        self,
+        layer: int,
+        x: Tensor,
+        flat: Tensor,
+        split: ops.Dispatched,
+        offsets: Sequence[int],
+        row_offsets: Sequence[int],
+        out: Tensor,
+    ) -> None:
+        if offsets[1] == offsets[0]:
+            return
+        bank = self._store.bank(layer)
+        assert bank is not None, f"layer {layer} has own experts in the table but none in the store"
+        slots = split.pairs[offsets[0] : offsets[1]]
+        rows = split.rows[row_offsets[0] : row_offsets[1]][split.pair_rows[offsets[0] : offsets[1]]]
+        out[slots] = ops.grouped_ffn(x, rows, flat[slots], bank)
+
+    def _take(self, host: int, outcome: Envelope | PeerError | Refusal, slots: Tensor, out: Tensor) -> bool:
+        """Put a reply's rows where they belong; False if there is none to be used."""
+        link, traffic = self._links[host - 1], self.traffic[self.host_names[host]]
+        if isinstance(outcome, Envelope):
+            fault = self._fault_of(outcome, link.name, len(slots), out.shape[1])
+            if fault is None:
+                outputs = outcome.tensors[0]
+                out[slots] = torch.from_numpy(outputs)
+                traffic.bytes_in += outputs.nbytes
+                self.times.peers_compute += outcome.message.compute_s  # type: ignore[attr-defined]
+                return True
+        else:
+            fault = str(outcome)
+        traffic.failures += 1
+        link.lose(fault)
+        return False
+
+    def _fault_of(self, envelope: Envelope, peer: str, num_slots: int, width: int) -> str | None:
+        if type(envelope.message) is not ExpertReply:
+            return f"{peer} answered ExpertCall with {type(envelope.message).__name__}"
+        outputs = envelope.tensors[0]
+        if outputs.shape != (num_slots, width) or outputs.dtype != np.float32:
+            return f"{peer} sent {outputs.dtype} {list(outputs.shape)}, expected float32 {[num_slots, width]}"
+        # One sum instead of a look at each number: NaN and Inf survive it, and finite rows do not reach 1e38.
+        if not math.isfinite(float(outputs.sum())) and not np.isfinite(outputs).all():
+            return f"{peer} sent numbers that are not finite for layer {envelope.message.layer}"
+        return None
+
+    def _look(self) -> None:
+        changed = [link.look() for link in self._links]
+        if any(changed):
+            self._choose()
+
+    def _choose(self) -> None:
+        """Whom to call for each expert, from who is usable now."""
+        usable = {link.name for link in self._links if link.usable}
+        num_layers, num_experts = self._shape
+        table = choose_hosts(
+            self._hosts,
+            home=self.host_names[0],
+            alive=usable,
+            num_layers=num_layers,
+            num_experts=num_experts,
+            peers=self.host_names,
+        )
+        self._table_numpy = table
+        self._table = [torch.from_numpy(line) for line in table]
+        self._is_local = [bool((line == 0).all()) for line in table]
+
+    def _ungreeted(self) -> list[PeerLink]:
+        """Peers that are said to serve, are not usable, and were never lost: they may come any moment."""
+        alive = self.alive
+        return [
+            link for link in self._links if link.name in alive and not link.usable and not link.was_usable
+        ]
+
+    def _await_peers(self, deadline: float) -> bool:
+        """Wait for a peer that was never reached yet. False when there is none or it did not come."""
+        usable = sum(link.usable for link in self._links)
+        until = min(deadline, self._clock.now() + GREET_PATIENCE_S)
+        while self._ungreeted() and self._clock.now() < until:
+            self._look()
+            if sum(link.usable for link in self._links) > usable:
+                return True
+            self._clock.sleep(0.005)
+        return False
+
+    def _explain(self, layer: int, experts: Tensor) -> str:
+        """Which node, which experts: what a person needs to know."""
+        by_node: dict[str, list[int]] = {}
+        for index in experts.unique().tolist():
+            hosts = [
+                name for name in self._hosts.get(ExpertId(layer, index), ()) if name != self.host_names[0]
+            ]
+            by_node.setdefault(" and ".join(hosts) or "no node", []).append(index)
+        parts = []
+        for node, indices in by_node.items():
+            word = "expert" if len(indices) == 1 else "experts"
+            parts.append(f"layer {layer} {word} {', '.join(map(str, indices))} on {node}")
+        names = {name for node in by_node for name in node.split(" and ")}
+        faults = "; ".join(link.fault for link in self._links if link.name in names and link.fault)
+        return f"no living node holds {'; '.join(parts)}" + (f" ({faults})" if faults else "")

@@ -1,0 +1,63 @@
+"""What a node says of itself in a heartbeat: sizes, loads and counters, read from the parts that keep them."""
+
+from dataclasses import asdict
+
+import psutil
+
+from edge_runtime.engine.engine import EngineThread
+from edge_runtime.node.expert_service import ExpertService
+from edge_runtime.node.share import LoadedShare, ShareLoader
+from edge_runtime.protocol import NodeReport
+
+
+def node_report(
+    share: LoadedShare | None,
+    service: ExpertService,
+    loader: ShareLoader | None,
+    engine_thread: EngineThread | None,
+) -> NodeReport:
+    """One report. Counters are read while others write them: each is whole, together they are nearly of one moment."""
+    state = "loading" if loader is not None else "ready" if share is not None else "joining"
+    served = service.counters
+    numbers = {
+        "calls_refused": float(served.refused),
+        "pairs_served": float(served.pairs),
+        "service_s": served.busy_s,
+    }
+    report = {
+        "state": state,
+        "rss_bytes": psutil.Process().memory_info().rss,
+        "calls_served": served.calls,
+        "rows_served": served.rows,
+        "bad_frames": service.bad_messages,
+        "busy_s": served.busy_s,
+    }
+    if share is not None:
+        report |= {"epoch": share.epoch, "planned_bytes": share.planned_bytes}
+    if share is not None and engine_thread is not None and share.experts is not None:
+        engine, experts = engine_thread.engine, share.experts
+        scheduler, times = engine.scheduler, engine.runner.times
+        traffic = list(experts.traffic.values())
+        numbers |= {f"step_{name}": float(value) for name, value in asdict(times).items()}
+        numbers |= {f"experts_{name}": value for name, value in asdict(experts.times).items()}
+        numbers |= {
+            "calls_made": float(sum(peer.calls for peer in traffic)),
+            "rows_sent": float(sum(peer.rows for peer in traffic)),
+            "pairs_sent": float(sum(peer.pairs for peer in traffic)),
+            "bytes_out": float(sum(peer.bytes_out for peer in traffic)),
+            "bytes_in": float(sum(peer.bytes_in for peer in traffic)),
+            "call_failures": float(sum(peer.failures for peer in traffic)),
+            "preemptions": float(scheduler.num_preemptions),
+            "cached_tokens": float(scheduler.num_cached_tokens),
+        }
+        step_s = times.plan + times.rows + times.attention + times.experts + times.head + times.sample
+        report |= {
+            "kv_blocks_free": scheduler.free_blocks,
+            "kv_blocks_total": scheduler.pool.num_blocks,
+            "waiting": scheduler.num_waiting,
+            "running": scheduler.num_running,
+            "tokens_generated": engine.tokens_generated,
+            "prefix_hits": scheduler.pool.num_hits,
+            "busy_s": served.busy_s + step_s,
+        }
+    return NodeReport(numbers=numbers, **report)

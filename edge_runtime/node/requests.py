@@ -1,0 +1,119 @@
+"""The requests whose home this node is: from Generate to a Request, and from outputs to messages.
+
+Pure but for the random seed of a request that brings none. Knows the tokenizer; no socket, no engine.
+"""
+
+import secrets
+from dataclasses import dataclass
+
+from edge_runtime.engine.engine import Ended, Output
+from edge_runtime.engine.request import Request, check_params, check_prompt, read_params
+from edge_runtime.errors import RequestError
+from edge_runtime.model.tokenizer import Tokenizer
+from edge_runtime.node.answers import AnswerStream
+from edge_runtime.protocol import Failed, Finished, Generate, Timing, TokenLogprobs, Tokens
+
+SEED_BITS = 63
+
+
+def make_request(
+    generate: Generate, tokenizer: Tokenizer, *, vocab_size: int, context_tokens: int, now: float
+) -> Request:
+    """Tokenise and check. Raises RequestError with one sentence for whatever is the user's to mend."""
+    given = [generate.prompt, generate.messages, generate.prompt_ids]
+    if sum(part is not None for part in given) != 1:
+        raise RequestError("a request has exactly one of prompt, messages and prompt_ids")
+    if generate.prompt is not None:
+        prompt_ids = tokenizer.encode(generate.prompt)
+    elif generate.messages is not None:
+        prompt_ids = tokenizer.encode_chat(generate.messages)
+    else:
+        prompt_ids = list(generate.prompt_ids or ())
+    fields = dict(generate.sampling)
+    if fields.get("seed") is None:
+        fields["seed"] = secrets.randbits(SEED_BITS)
+    params = read_params(fields)
+    check_params(params, vocab_size)
+    check_prompt(prompt_ids, vocab_size, context_tokens)
+    return Request(
+        generate.request_id, prompt_ids, params, now, salt=generate.salt, output_ids=generate.output_ids
+    )
+
+
+@dataclass
+class HomeRequest:
+    """One request at its home, on its way to the client."""
+
+    request: Request
+    stream: AnswerStream
+    node: str
+    stopped: bool = False
+
+    def take(self, output: Output) -> tuple[list[Tokens | Finished | Failed], bool]:
+        """Turn one output into messages; the flag says that the engine should stop this request now."""
+        messages: list[Tokens | Finished | Failed] = []
+        abort = False
+        if output.token_id is not None and not self.stopped:
+            index = self.stream.num_tokens
+            text = self.stream.push(output.token_id)
+            self.stopped = self.stream.stopped
+            abort = self.stopped and output.ended is None
+            messages.append(self._tokens(index, output, text))
+        if output.ended is not None:
+            messages += self._end(output.ended)
+        return messages, abort
+
+    def _tokens(self, index: int, output: Output, text: str) -> Tokens:
+        logprobs = None
+        if output.logprobs is not None:
+            detail = output.logprobs
+            top = list(zip(detail.top_ids, detail.top_logprobs, strict=True))
+            logprobs = [TokenLogprobs(output.token_id, detail.logprob, top)]
+        return Tokens(self.request.request_id, index, [output.token_id], text, logprobs)
+
+    def _end(self, ended: Ended) -> list[Tokens | Finished | Failed]:
+        request_id = self.request.request_id
+        if ended.finish_reason == "error":
+            kind = "user" if ended.is_users_fault else "cluster"
+            reason = "request" if ended.is_users_fault else "experts"
+            return [Failed(request_id, kind, reason, ended.detail, node=self.node)]
+        messages: list[Tokens | Finished | Failed] = []
+        rest = "" if self.stopped else self.stream.finish()
+        if rest:
+            messages.append(Tokens(request_id, self.stream.num_tokens, [], rest))
+        reason = "stop" if self.stopped else ended.finish_reason
+        weight = max(sum(ended.slots.values()), 1)
+        messages.append(
+            Finished(
+                request_id=request_id,
+                finish_reason=reason,
+                prompt_tokens=len(ended.request.prompt_ids),
+                completion_tokens=self.stream.num_tokens,
+                cached_tokens=ended.request.num_cached,
+                timing=_timing(ended, self.stream.num_tokens),
+                nodes={
+                    name: {
+                        "role": "home" if name == self.node else "experts",
+                        "expert_slots": slots,
+                        "share": round(slots / weight, 6),
+                    }
+                    for name, slots in ({self.node: 0} | ended.slots).items()
+                },
+                bill=dict(ended.bill),
+            )
+        )
+        return messages
+
+
+def _timing(ended: Ended, num_tokens: int) -> Timing:
+    request, end_s = ended.request, ended.ended_s
+    planned_s = request.first_planned_s if request.first_planned_s is not None else end_s
+    first_s = request.first_token_s if request.first_token_s is not None else end_s
+    decode_s = max(0.0, end_s - first_s)
+    return Timing(
+        queued_s=max(0.0, planned_s - request.arrival_s),
+        prefill_s=max(0.0, first_s - planned_s),
+        decode_s=decode_s,
+        ttft_s=max(0.0, first_s - request.arrival_s),
+        tpot_s=decode_s / (num_tokens - 1) if num_tokens > 1 else 0.0,
+    )

@@ -1,0 +1,209 @@
+"""Turns a Deploy message into what a node runs: experts, trunk, KV pages and an engine. Runs in a thread of its own.
+
+Knows the model folder and the numbers of the message; talks to nobody.
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import psutil
+
+from edge_runtime.cache.block_pool import BlockPool
+from edge_runtime.cache.pages import KVPages
+from edge_runtime.clock import Clock
+from edge_runtime.engine.engine import Engine
+from edge_runtime.engine.request_table import RequestTable
+from edge_runtime.engine.runner import Runner
+from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
+from edge_runtime.errors import EdgeError, Refusal
+from edge_runtime.model.build import load_experts, load_trunk, trunk_names
+from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.decoder import Decoder
+from edge_runtime.model.moe import ExpertStore
+from edge_runtime.model.sampling import Sampler
+from edge_runtime.model.tokenizer import Tokenizer
+from edge_runtime.node.peer_link import PeerLink
+from edge_runtime.node.remote import PlacedExperts
+from edge_runtime.protocol import Deploy, Hello
+from edge_runtime.transport.keys import Keys
+from topology.ids import ExpertId
+
+Progress = Callable[[int, int, str], None]
+
+
+class ShareSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the coordinator sets for the engine and the loading of a node."""
+
+    context_tokens: int
+    """Longest prompt plus answer."""
+    max_batch_rows: int
+    """Rows of a step at most."""
+    max_requests: int
+    """Requests that run at once at most."""
+    call_deadline_s: float
+    """How long a call to peers may take in all."""
+    weight_format: str = "as_stored"
+    """How routed experts are kept."""
+    planned_bytes: int = 0
+    """What the plan says this process will have resident."""
+
+
+@dataclass
+class LoadedShare:
+    """A node's share in memory. `engine` is None on a node without trunk."""
+
+    epoch: int
+    digest: str
+    store: ExpertStore
+    engine: Engine | None
+    experts: PlacedExperts | None
+    weight_bytes: int
+    planned_bytes: int
+
+    def close(self) -> None:
+        if self.experts is not None:
+            self.experts.close()
+
+
+def share_digest(deploy: Deploy) -> str:
+    """Equal for equal shares: a node that already holds it loads nothing."""
+    return hashlib.blake2b(msgspec.json.encode(deploy), digest_size=16).hexdigest()
+
+
+def hosts_of(deploy: Deploy) -> dict[ExpertId, Sequence[str]]:
+    """Expert -> names of the nodes that hold it."""
+    names = [peer.name for peer in deploy.peers]
+    return {
+        ExpertId(layer, index): tuple(names[node] for node in nodes)
+        for layer, experts in enumerate(deploy.hosts)
+        for index, nodes in enumerate(experts)
+    }
+
+
+def load_share(
+    deploy: Deploy,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    *,
+    identity: Hello,
+    keys: Keys | None,
+    clock: Clock,
+    progress: Progress,
+) -> LoadedShare:
+    """Read the share's tensors and build what runs them. Refused before anything is allocated if it cannot fit."""
+    try:
+        settings = msgspec.convert(deploy.settings, ShareSettings)
+    except msgspec.ValidationError as error:
+        raise Refusal("settings", f"the coordinator's settings are wrong: {error}") from error
+    spec, share, node = checkpoint.spec, deploy.share, identity.node
+    wanted = [ExpertId(layer, index) for layer, ids in enumerate(share.experts) for index in ids]
+    has_trunk = share.last_layer > share.first_layer
+    _refuse_if_too_large(settings.planned_bytes, node)
+
+    expert_names = checkpoint.expert_names(wanted)
+    names = trunk_names(checkpoint, spec, share.first_layer, share.last_layer) if has_trunk else []
+    expert_bytes, trunk_bytes = (sum(map(checkpoint.stored_bytes, part)) for part in (expert_names, names))
+    total = expert_bytes + trunk_bytes
+
+    store = load_experts(
+        checkpoint,
+        spec,
+        wanted,
+        weight_format=settings.weight_format,
+        progress=lambda done, _, what: progress(done, total, what),
+    )
+    digest = share_digest(deploy)
+    if not has_trunk:
+        return LoadedShare(deploy.epoch, digest, store, None, None, store.nbytes, settings.planned_bytes)
+
+    trunk = load_trunk(
+        checkpoint,
+        spec,
+        share.first_layer,
+        share.last_layer,
+        context_tokens=settings.context_tokens,
+        progress=lambda done, _, what: progress(expert_bytes + done, total, what),
+    )
+    attention = spec.layers[share.first_layer].attention
+    pages = KVPages(
+        share.kv_blocks,
+        num_kv_heads=attention.num_kv_heads,
+        head_width=attention.head_width,
+        first_layer=share.first_layer,
+        last_layer=share.last_layer,
+    )
+    peers = [peer for peer in deploy.peers if peer.name != node]
+    hosting = {name for names in hosts_of(deploy).values() for name in names}
+    experts = PlacedExperts(
+        node=node,
+        store=store,
+        hosts=hosts_of(deploy),
+        links=[PeerLink(peer, identity, deploy.epoch, keys, clock) for peer in peers if peer.name in hosting],
+        num_layers=spec.num_layers,
+        num_experts=max((layer.gate.num_experts for layer in spec.layers if layer.gate), default=0),
+        epoch=deploy.epoch,
+        deadline_s=settings.call_deadline_s,
+        clock=clock,
+    )
+    scheduler = Scheduler(
+        SchedulerSettings(
+            vocab_size=spec.vocab_size,
+            context_tokens=settings.context_tokens,
+            eos_ids=tuple(sorted(tokenizer.eos_token_ids)) if tokenizer else (),
+            max_rows=settings.max_batch_rows,
+            max_running=settings.max_requests,
+        ),
+        BlockPool(share.kv_blocks),
+        model_hash=checkpoint.model_hash,
+        tokenizer_hash=tokenizer.content_hash if tokenizer else "",
+    )
+    runner = Runner(
+        decoder=Decoder(spec, trunk, pages, max_rows=settings.max_batch_rows),
+        port=experts,
+        table=RequestTable(settings.max_requests, settings.context_tokens),
+        clock=clock,
+    )
+    engine = Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
+    weight_bytes = store.nbytes + trunk.nbytes
+    return LoadedShare(deploy.epoch, digest, store, engine, experts, weight_bytes, settings.planned_bytes)
+
+
+def _refuse_if_too_large(planned_bytes: int, node: str) -> None:
+    resident = psutil.Process().memory_info().rss
+    needed = max(0, planned_bytes - resident)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise Refusal(
+            "memory",
+            f"{node} needs {needed} bytes more for its share and {available} are available on this machine; "
+            "stop other programs, or give it less memory in the topology file",
+        )
+
+
+class ShareLoader(threading.Thread):
+    """Loads one share; the outcome is in `.share` or `.fault` when `finished()` is called, from this thread."""
+
+    def __init__(
+        self, load: Callable[[], LoadedShare], epoch: int, finished: Callable[["ShareLoader"], None]
+    ) -> None:
+        super().__init__(name="share-loader", daemon=True)
+        self.epoch = epoch
+        self.share: LoadedShare | None = None
+        self.fault = ""
+        self.crash: BaseException | None = None
+        self._load = load
+        self._finished = finished
+
+    def run(self) -> None:
+        try:
+            self.share = self._load()
+        except MemoryError:
+            self.fault = "out of memory while loading; give the node less memory in the topology file"
+        except EdgeError as error:
+            self.fault = str(error)
+        except BaseException as crash:  # noqa: BLE001 - ours: the daemon's own thread raises it
+            self.crash = crash
+        self._finished(self)

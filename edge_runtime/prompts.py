@@ -1,0 +1,113 @@
+"""From what a person typed, or a file of JSON lines, to prompts. Names the line of whatever is wrong."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edge_runtime.client import Prompt
+from edge_runtime.errors import RequestError
+
+PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
+SAMPLING_KEYS = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+)
+
+
+def prompt_from_options(
+    text: str, sampling: Mapping[str, Any], *, chat: bool, system: str | None, trace: bool
+) -> Prompt:
+    """One prompt of the command line, raw or as the user's turn of a chat."""
+    if not text:
+        raise RequestError("the prompt is empty; give at least one character")
+    if system is not None and not chat:
+        raise RequestError("--system is a chat's first message; add --chat")
+    if not chat:
+        return Prompt(prompt=text, sampling=dict(sampling), trace=trace)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": text})
+    return Prompt(messages=messages, sampling=dict(sampling), trace=trace)
+
+
+def prompts_from_file(
+    path: Path, sampling: Mapping[str, Any], *, chat: bool, system: str | None, trace: bool
+) -> list[Prompt]:
+    """Every line of a file of JSON objects; a line's own options win over those of the command line.
+
+    Keys: one of prompt, messages, prompt_ids, and any sampling option. Unknown keys are left alone, since such files
+    carry notes of their own, but a misspelt option would be lost silently: so a key one letter off is refused.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise RequestError(f"prompt file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"prompt file {path} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                prompts.append(_prompt_from_line(line, sampling, chat=chat, system=system, trace=trace))
+            except RequestError as error:
+                raise RequestError(f"{path}, line {number}: {error}") from error
+    if not prompts:
+        raise RequestError(f"prompt file {path} has no line with a prompt")
+    return prompts
+
+
+def _prompt_from_line(
+    line: str, sampling: Mapping[str, Any], *, chat: bool, system: str | None, trace: bool
+) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise RequestError(f"not JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise RequestError(f"found {type(entry).__name__}, expected an object with `prompt`")
+    given = [key for key in PROMPT_KEYS if entry.get(key) is not None]
+    if len(given) != 1:
+        raise RequestError(
+            f"found {' and '.join(given) or 'none'} of {', '.join(PROMPT_KEYS)}, expected exactly one"
+        )
+    _refuse_misspelt(entry)
+    options = dict(sampling) | {key: entry[key] for key in SAMPLING_KEYS if key in entry}
+    if isinstance(options.get("stop"), str):
+        options["stop"] = [options["stop"]]
+    if "prompt" in given:
+        if not isinstance(entry["prompt"], str):
+            raise RequestError(f"prompt is {entry['prompt']!r:.40}, expected a string")
+        return prompt_from_options(entry["prompt"], options, chat=chat, system=system, trace=trace)
+    if "messages" in given:
+        messages = entry["messages"]
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise RequestError("messages is no list of objects with `role` and `content`")
+        return Prompt(messages=messages, sampling=options, trace=trace)
+    ids = entry["prompt_ids"]
+    if not isinstance(ids, list) or not all(
+        type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids
+    ):
+        raise RequestError("prompt_ids is no list of token ids")
+    return Prompt(prompt_ids=ids, sampling=options, trace=trace)
+
+
+def _refuse_misspelt(entry: Mapping[str, Any]) -> None:
+    known = {_plain(key): key for key in (*SAMPLING_KEYS, *PROMPT_KEYS)}
+    for key in entry:
+        if key not in known.values() and _plain(key) in known:
+            raise RequestError(f"unknown key {key!r}; did you mean {known[_plain(key)]!r}?")
+
+
+def _plain(key: str) -> str:
+    return key.lower().replace("-", "").replace("_", "").rstrip("s")

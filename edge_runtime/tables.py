@@ -1,0 +1,109 @@
+"""Tables for people: `status` and `plan`. Text only; whoever has the numbers passes them in."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from topology.cluster import Cluster
+from topology.costs import ModelFootprint
+from topology.explain import explain
+from topology.placement import Placement
+
+MIB = 2**20
+
+
+def status_table(body: dict[str, Any]) -> str:
+    """The text of `edge-runtime status`."""
+    requests = body["requests"]
+    head = [
+        f"cluster {body['cluster']}: "
+        + ("ready" if body["ready"] else f"waiting for {body['waiting_for']}")
+        + f", placement epoch {body['epoch']}",
+        f"requests: {requests['in_flight']} in flight, {requests['finished']} finished, {requests['failed']} failed",
+    ]
+    if body["experts_without_host"]:
+        head.append(f"{body['experts_without_host']} experts have no living host")
+    table = Table(box=None, pad_edge=False)
+    for name in ("node", "roles", "state", "pid", "address"):
+        table.add_column(name)
+    for name in (
+        "planned MiB",
+        "used MiB",
+        "experts",
+        "KV blocks free",
+        "in flight",
+        "tokens",
+        "calls served",
+    ):
+        table.add_column(name, justify="right")
+    for node in body["nodes"]:
+        report = node["report"]
+        total = report.get("kv_blocks_total", 0)
+        table.add_row(
+            node["name"],
+            ",".join(node["roles"]),
+            node["state"],
+            str(node["pid"] or "-"),
+            node["address"],
+            _mib(node["memory_planned_bytes"]),
+            _mib(node["memory_used_bytes"]),
+            str(node["experts"]),
+            f"{report.get('kv_blocks_free', 0)} of {total}" if total else "-",
+            str(node["in_flight"]),
+            str(report.get("tokens_generated", 0)),
+            str(report.get("calls_served", 0)),
+        )
+    faults = [f"{node['name']}: {node['fault']}" for node in body["nodes"] if node["fault"]]
+    return "\n".join([*head, "", _text(table), *faults])
+
+
+def plan_body(cluster: Cluster, footprint: ModelFootprint, placement: Placement) -> dict[str, Any]:
+    """What `plan --json` prints: every node's share in bytes, and the whole."""
+    copies = placement.copies()
+    return {
+        "cluster": cluster.name,
+        "model": cluster.model,
+        "epoch": placement.epoch,
+        "experts": len(copies),
+        "copies": sum(copies.values()),
+        "memory_ratio": cluster.memory_ratio,
+        "replicated": sum(count > 1 for count in copies.values()),
+        "nodes": [asdict(row) for row in explain(placement, cluster, footprint)],
+    }
+
+
+def plan_table(body: dict[str, Any]) -> str:
+    """The text of `edge-runtime plan`."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("node")
+    table.add_column("roles")
+    for name in ("process", "trunk", "KV", "workspace", "experts", "bytes", "planned", "memory", "free"):
+        table.add_column(name, justify="right")
+    for row in body["nodes"]:
+        table.add_row(
+            row["name"],
+            ",".join(row["roles"]),
+            *(_mib(row[f"{part}_bytes"]) for part in ("process", "trunk", "kv", "workspace")),
+            str(row["num_experts"]),
+            *(_mib(row[f"{part}_bytes"]) for part in ("expert", "planned", "memory", "free")),
+        )
+    reasons = [f"{row['name']}: {row['why']}" for row in body["nodes"]]
+    head = (
+        f"cluster {body['cluster']}: {body['experts']} experts in {body['copies']} copies "
+        f"(at most {body['memory_ratio']:g} per expert), {body['replicated']} of them more than once; sizes in MiB"
+    )
+    return "\n".join([head, "", _text(table), "", *reasons])
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:.1f}"
+
+
+def _text(table: Table) -> str:
+    """A table as wide as it needs, whatever the terminal, so that pipes and people see the same."""
+    console = Console(width=240, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
