@@ -63,6 +63,7 @@ def load_trunk(
     embed = loader.linear("embed") if embeds else None
     layers = tuple(_load_layer(loader, spec, layer) for layer in range(first_layer, last_layer))
     attention = spec.layers[0].attention
+    assert attention.rope is not None, "a spec without rope is refused when it is read"
     return Trunk(
         first_layer=first_layer,
         last_layer=last_layer,
@@ -100,10 +101,10 @@ def load_experts(
 
 def empty_store(spec: ModelSpec) -> ExpertStore:
     """A store for this model's experts with none in it."""
-    routed = [layer for layer in spec.layers if layer.gate is not None]
-    if not routed:
-        return ExpertStore(0, spec.width, 0)
-    return ExpertStore(routed[0].gate.num_experts, spec.width, routed[0].ffn.width)
+    for layer in spec.layers:
+        if layer.gate is not None:
+            return ExpertStore(layer.gate.num_experts, spec.width, layer.ffn.width)
+    return ExpertStore(0, spec.width, 0)
 
 
 def add_experts(

@@ -107,6 +107,7 @@ class Decoder:
         ops.rms_norm(hidden, weights.post_norm, eps, out=rows.x)
         if weights.gate is None:
             return rows.x, None, None
+        assert spec.gate is not None, f"layer {layer} has gate weights but its spec has no gate"
         expert_ids, gate_weights = gate(spec.gate, weights.gate, rows.x, logits=rows.gate_logits)
         return rows.x, expert_ids, gate_weights
 
@@ -128,6 +129,7 @@ class Decoder:
         rows = self._rows(hidden.shape[0])
         if expert_ids is None:
             bank = self._layers[layer].weights.dense
+            assert bank is not None, f"layer {layer} has neither gate nor MLP"
             ops.grouped_ffn(x, rows.dense_rows, rows.dense_ids, bank, out=rows.dense_out)
             hidden.add_(rows.dense_out)
             return None

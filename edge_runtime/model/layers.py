@@ -45,4 +45,4 @@ def _parts(value: object) -> Iterator[Tensor | LinearWeight | ExpertBank]:
         for part in value:
             yield from _parts(part)
     elif hasattr(value, "nbytes"):
-        yield value  # type: ignore[misc]
+        yield value

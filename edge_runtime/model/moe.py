@@ -120,7 +120,9 @@ class LocalExperts:
         if self._store.holds_all(layer):
             ops.grouped_ffn(x, rows, flat, bank, out=out)
             return None
-        is_missing = self._store.absent(layer)[flat.long()]
+        absent = self._store.absent(layer)
+        assert absent is not None, f"layer {layer} has a bank but no account of it"
+        is_missing = absent[flat.long()]
         if not is_missing.any():
             ops.grouped_ffn(x, rows, flat, bank, out=out)
             return None

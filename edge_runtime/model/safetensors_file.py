@@ -52,7 +52,8 @@ class SafetensorsFile:
         extent = self.extents[name]
         dtype = FLOAT_DTYPES[extent.dtype]
         count = (extent.end - extent.start) // dtype.itemsize
-        buffer, offset = self._mapped(), extent.start
+        buffer: mmap.mmap | bytearray = self._mapped()
+        offset = extent.start
         if (
             offset % dtype.itemsize
         ):  # a header that is not padded: kernels want whole items at whole addresses
