@@ -20,9 +20,8 @@ BLOCK = 16
 
 def all_experts(spec: ModelSpec) -> list[ExpertId]:
     """Every routed expert of a model."""
-    return [
-        ExpertId(layer, i) for layer in spec.moe_layers for i in range(spec.layers[layer].gate.num_experts)
-    ]
+    layers = [(index, layer.gate) for index, layer in enumerate(spec.layers) if layer.gate]
+    return [ExpertId(index, i) for index, gate in layers for i in range(gate.num_experts)]
 
 
 class Sequences:
@@ -79,8 +78,9 @@ class Sequences:
                 slots.append(block * BLOCK + position % BLOCK)
                 requests.append(sequence)
                 self.lengths[sequence] += 1
-        as_int32 = [torch.tensor(values, dtype=torch.int32) for values in (ids, positions, slots, requests)]
-        return as_int32[0], AttentionBatch(*as_int32[1:], self.block_tables)
+        rows = (torch.tensor(values, dtype=torch.int32) for values in (ids, positions, slots, requests))
+        token_ids, row_positions, row_slots, row_request = rows
+        return token_ids, AttentionBatch(row_positions, row_slots, row_request, self.block_tables)
 
     def step(self, pieces: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
         """Run one step of (sequence, next token ids) pieces: for each piece the logits of its rows, [n, V]."""
