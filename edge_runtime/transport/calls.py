@@ -27,7 +27,10 @@ class Pending(NamedTuple):
 
 
 class PeerCalls:
-    """Fan-out calls of one thread. `counters`: "calls", "stale", "lost", "late", "bad", "refused", "full"."""
+    """Fan-out calls of one thread, one at a time: a reply to any other call is stale.
+
+    counters  "calls", "stale", "lost", "late", "bad", "refused", "full"
+    """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.counters: Counter[str] = Counter()

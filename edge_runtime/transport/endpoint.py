@@ -107,6 +107,7 @@ class Server(AnyServer):
     ) -> None:
         """address: "host:port". ConfigError if it cannot be had, or is open to other machines without keys."""
         super().__init__(clock)
+        host, port = split_address(address)
         require_keys_for(address, keys)
         self.key_owner = ""
         self._timeout_ms = -1
@@ -122,10 +123,10 @@ class Server(AnyServer):
                 self._socket.set(zmq.CURVE_SERVER, 1)
                 self._socket.set(zmq.CURVE_PUBLICKEY, keys.public)
                 self._socket.set(zmq.CURVE_SECRETKEY, keys.secret)
-            self._socket.bind(_endpoint(address))
+            self._socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
             self.close()
-            raise _bind_error(address, error) from error
+            raise _bind_error(host, port, error) from error
         self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT)).removeprefix("tcp://")
 
     def _take(self, timeout_s: float) -> tuple[bytes, list[Any]] | None:
@@ -181,6 +182,7 @@ class Channel(AnyChannel):
     ) -> None:
         """name: of the peer, for errors and to find its key in `keys` if no `server_key` is given."""
         super().__init__(address, name, clock)
+        self._host, self._port = split_address(address)
         require_keys_for(address, keys)
         self._keys = keys
         self._server_key = (server_key or keys.of_peer(name)) if keys else None
@@ -205,7 +207,7 @@ class Channel(AnyChannel):
                 self._socket.set(zmq.CURVE_SERVERKEY, self._server_key)
                 self._socket.set(zmq.CURVE_PUBLICKEY, self._keys.public)
                 self._socket.set(zmq.CURVE_SECRETKEY, self._keys.secret)
-            self._socket.connect(_endpoint(self.address))
+            self._socket.connect(f"tcp://{self._host}:{self._port}")
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
@@ -243,14 +245,15 @@ class Channel(AnyChannel):
 
     def why_unreachable(self) -> str:
         self._read_events()
+        if self._was_rejected and self._keys is None:
+            return "it wants keys and there are none here; name the folder of the cluster's keys"
         if self._was_rejected:
             return "the key handshake failed; compare its key and ours with the files on both machines"
-        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         try:
-            tcp.create_connection((host.strip("[]"), int(port)), timeout=1).close()
-        except (OSError, ValueError) as error:
+            tcp.create_connection((self._host.strip("[]"), self._port), timeout=1).close()
+        except OSError as error:
             return f"{error}; is its daemon running, and is that its address?"
-        return "something accepts connections there but does not answer as a node of ours; does it want keys?"
+        return "something accepts connections there but does not answer as a node of ours"
 
     def reconnect(self) -> None:
         self.close()
@@ -263,6 +266,8 @@ class Channel(AnyChannel):
         self._read_events()
 
     def close(self) -> None:
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -279,8 +284,12 @@ class Channel(AnyChannel):
                 self._was_rejected = True
 
 
-def _endpoint(address: str) -> str:
-    return address if "://" in address else f"tcp://{address}"
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port"; ConfigError if that is not what it is. ZeroMQ would cut a large port short."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{address!r} is not an address; write host:port, with a port of 0 to 65535")
+    return host, int(port)
 
 
 def _ms(timeout_s: float) -> int:
@@ -330,8 +339,7 @@ def _write_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame], zero_copy:
             socket.send(frame, flags, copy)
 
 
-def _bind_error(address: str, error: zmq.ZMQError) -> ConfigError:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+def _bind_error(host: str, port: int, error: zmq.ZMQError) -> ConfigError:
     match error.errno:
         case errno.EADDRINUSE:
             why = f"port {port} of {host} is in use; stop the other program or choose another port"
@@ -340,5 +348,5 @@ def _bind_error(address: str, error: zmq.ZMQError) -> ConfigError:
         case errno.EACCES:
             why = f"port {port} of {host} needs rights that this process lacks; choose one above 1023"
         case _:
-            why = f"{address!r} is not an address to listen on ({error.strerror}); write host:port"
+            why = f"{host}:{port} is not an address to listen on ({error.strerror}); write host:port"
     return ConfigError(f"cannot listen: {why}")

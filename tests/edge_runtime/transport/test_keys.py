@@ -1,0 +1,164 @@
+import stat
+
+import pytest
+
+from edge_runtime.errors import ConfigError, DeadlinePassed
+from edge_runtime.protocol import Hello, Stop, Welcome
+from edge_runtime.transport.endpoint import Channel, Server
+from edge_runtime.transport.keys import is_loopback, load_keys, new_keys, require_keys_for
+
+SOON_S = 5.0
+
+
+@pytest.fixture
+def folder(tmp_path):
+    new_keys(tmp_path / "keys", ["n1", "n2"])
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def server(folder):
+    with Server("127.0.0.1:0", keys=load_keys(folder, "n1")) as server:
+        yield server
+
+
+def stranger(tmp_path):
+    new_keys(tmp_path / "strange", ["x"])
+    return load_keys(tmp_path / "strange", "x")
+
+
+def test_a_secret_is_readable_by_its_owner_only_and_never_shown(folder):
+    assert stat.S_IMODE((folder / "n1.key_secret").stat().st_mode) == 0o600
+    keys = load_keys(folder, "n1")
+    assert keys.secret.decode() not in repr(keys)
+    assert sorted(keys.peers) == ["n1", "n2"]
+
+
+def test_keys_are_never_overwritten_and_then_none_is_written(folder):
+    before = (folder / "n2.key").read_bytes()
+    with pytest.raises(ConfigError, match="n2.key exists"):
+        new_keys(folder, ["n3", "n2"])
+    assert (folder / "n2.key").read_bytes() == before
+    assert not (folder / "n3.key").exists()
+
+
+@pytest.mark.parametrize("name", ["", "../n1", "a/b", ".hidden", "x" * 101, "n 1"])
+def test_a_name_that_could_leave_the_folder_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="cannot name a key"):
+        new_keys(tmp_path, [name])
+
+
+def test_a_missing_secret_says_how_to_make_it(folder):
+    with pytest.raises(ConfigError, match="edge-runtime keys new n7"):
+        load_keys(folder, "n7")
+
+
+def test_a_secret_open_to_others_is_refused(folder):
+    (folder / "n1.key_secret").chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        load_keys(folder, "n1")
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\x00" * 40, b"x" * 4000])
+def test_a_damaged_key_file_is_named(folder, content):
+    (folder / "n2.key").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"n2\.key does not hold a key"):
+        load_keys(folder, "n1")
+
+
+def test_halves_that_do_not_belong_together_are_told(folder):
+    (folder / "n1.key").write_bytes((folder / "n2.key").read_bytes())
+    with pytest.raises(ConfigError, match="not the public half"):
+        load_keys(folder, "n1")
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:5551", True),
+        ("tcp://127.9.9.9:5551", True),
+        ("localhost:5551", True),
+        ("[::1]:5551", True),
+        ("ipc:///tmp/x", True),
+        ("0.0.0.0:5551", False),
+        ("*:5551", False),
+        ("[::]:5551", False),
+        ("10.0.0.4:5551", False),
+        ("example.org:5551", False),
+        ("localhost.example.org:5551", False),
+    ],
+)
+def test_only_loopback_may_do_without_keys(address, expected, folder):
+    assert is_loopback(address) is expected
+    require_keys_for(address, load_keys(folder, "n1"))
+    if expected:
+        require_keys_for(address, None)
+    else:
+        with pytest.raises(ConfigError, match="keys"):
+            require_keys_for(address, None)
+
+
+def test_a_server_refuses_to_listen_openly_without_keys():
+    with pytest.raises(ConfigError, match="edge-runtime keys new"):
+        Server("0.0.0.0:0")
+    with pytest.raises(ConfigError, match="edge-runtime keys new"):
+        Channel("10.0.0.4:5551")
+
+
+def test_good_keys_pass_and_the_server_knows_whose_they_are(folder, server):
+    with Channel(server.address, name="n1", keys=load_keys(folder, "n2")) as channel:
+        assert channel.wait_until_up(SOON_S)
+        channel.send(Stop("hello"))
+        peer, envelope = server.receive(SOON_S)
+        assert envelope.message == Stop("hello")
+        assert server.key_owner == "n2"
+        server.send(peer, Stop("back"))
+        assert channel.receive(SOON_S).message == Stop("back")
+
+
+def reaches_nothing(channel, server):
+    with channel, pytest.raises(DeadlinePassed) as caught:
+        channel.request(Hello("x"), Welcome, 0.3)
+    assert server.receive(0.05) is None
+    return str(caught.value)
+
+
+def test_a_stranger_gets_nothing(folder, server, tmp_path):
+    public = load_keys(folder, "n1").public
+    message = reaches_nothing(
+        Channel(server.address, name="n1", keys=stranger(tmp_path), server_key=public), server
+    )
+    assert "key handshake failed" in message
+
+
+def test_a_peer_with_the_wrong_server_key_gets_nothing(folder, server):
+    message = reaches_nothing(Channel(server.address, name="n2", keys=load_keys(folder, "n2")), server)
+    assert "n2 at" in message
+
+
+def test_a_peer_without_keys_gets_nothing(server):
+    assert "it wants keys" in reaches_nothing(Channel(server.address, name="n1"), server)
+
+
+def test_a_peer_with_keys_at_a_server_without_gets_nothing(folder):
+    with Server("127.0.0.1:0") as server:
+        reaches_nothing(Channel(server.address, name="n1", keys=load_keys(folder, "n2")), server)
+
+
+def test_strangers_do_not_disturb_a_peer_with_good_keys(folder, server, tmp_path):
+    intruder = Channel(server.address, keys=stranger(tmp_path), server_key=load_keys(folder, "n1").public)
+    with intruder, Channel(server.address, name="n1", keys=load_keys(folder, "n2")) as channel:
+        assert channel.wait_until_up(SOON_S)
+        channel.send(Stop("still here"))
+        assert server.receive(SOON_S)[1].message == Stop("still here")
+
+
+def test_a_peer_without_a_known_key_is_named(folder):
+    with pytest.raises(ConfigError, match="no key of 'n9'; known are n1, n2"):
+        Channel("127.0.0.1:5551", name="n9", keys=load_keys(folder, "n1"))
+
+
+def test_two_keyed_servers_live_in_one_process(folder, server):
+    n1, n2 = load_keys(folder, "n1"), load_keys(folder, "n2")
+    with Server("127.0.0.1:0", keys=n2) as other, Channel(other.address, name="n2", keys=n1) as channel:
+        assert channel.wait_until_up(SOON_S)
