@@ -20,11 +20,11 @@ TEXTS = [
     "\n\n\t x",
     "def f(x):\n    return x ** 2  # square",
     "SELECT * FROM t WHERE a >= 3;",
-    "naïve café — “quoted” …",
-    "日本語のテキスト、そして中文。",
-    "한국어 문장",
-    "Привет, мир!",
-    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 end",
+    "na\u00efve caf\u00e9 \u2014 \u201cquoted\u201d \u2026",
+    "\u65e5\u672c\u8a9e\u306e\u30c6\u30ad\u30b9\u30c8\u3001\u305d\u3057\u3066\u4e2d\u6587\u3002",
+    "\ud55c\uad6d\uc5b4 \ubb38\uc7a5",
+    "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440!",
+    "emoji \U0001f600\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466\U0001f3f3\ufe0f\u200d\U0001f308 end",
     "<|im_start|>user\nhi<|im_end|>",
     "<|bos|>twice",
     "<|unknown|> {{ x }}",
@@ -87,7 +87,7 @@ def test_any_text_is_tokenised_as_auto_tokenizer_does(tokenizer, reference, text
         [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "b"},
-            {"role": "user", "content": "日本 😀"},
+            {"role": "user", "content": "\u65e5\u672c \U0001f600"},
         ],
         [{"role": "assistant", "content": "I go first"}],
         [{"role": "user", "content": ""}],
@@ -217,10 +217,10 @@ def test_templates_have_the_names_tags_and_filters_that_transformers_gives_them(
     else:
         named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TRICKY}]
         edit(folder / "tokenizer_config.json", chat_template=TRICKY if place == "config" else named)
-    messages = [{"role": "user", "content": f"<b>&é {i}"} for i in range(5)]
+    messages = [{"role": "user", "content": f"<b>&\u00e9 {i}"} for i in range(5)]
     expected = reference_of(folder).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert Tokenizer.open(folder).render_chat(messages) == expected
-    assert '"<b>&é 2"' in expected and "é 3" not in expected
+    assert '"<b>&\u00e9 2"' in expected and "\u00e9 3" not in expected
 
 
 def test_a_template_that_does_not_compile_is_told(folder):
