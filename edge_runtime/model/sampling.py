@@ -160,21 +160,27 @@ class Sampler:
         return Sampled(torch.from_numpy(token_ids), tuple(logprobs), bad_rows)
 
     def _prepare(self, params: list[SamplingOptions]) -> _Prepared:
-        greedy = [p.temperature < GREEDY_BELOW or p.top_k == 1 for p in params]
-        drawn = [row for row, is_greedy in enumerate(greedy) if not is_greedy]
-        in_top_k = [row for row in drawn if 0 < params[row].top_k < self.vocab_size]
-        in_top_p = [row for row in drawn if row not in in_top_k and params[row].top_p < 1]
+        greedy, plain, in_top_k, in_top_p = set(), [], [], []
+        for row, p in enumerate(params):
+            if p.temperature < GREEDY_BELOW or p.top_k == 1:
+                greedy.add(row)
+            elif 0 < p.top_k < self.vocab_size:
+                in_top_k.append(row)
+            elif p.top_p < 1:
+                in_top_p.append(row)
+            else:
+                plain.append(row)
         penalised = [row for row, p in enumerate(params) if p.repetition_penalty != 1]
         logprob_rows = [row for row, p in enumerate(params) if p.logprobs is not None]
         return _Prepared(
             params=params,
             penalised=penalised,
-            penalised_greedy=[row for row in penalised if greedy[row]],
-            plain=self._group(params, [row for row in drawn if row not in in_top_k and row not in in_top_p]),
+            penalised_greedy=[row for row in penalised if row in greedy],
+            plain=self._group(params, plain),
             in_top_k=self._group(params, in_top_k),
             in_top_p=self._group(params, in_top_p),
             logprob_rows=logprob_rows,
-            is_greedy=not (drawn or penalised or logprob_rows),
+            is_greedy=not (plain or in_top_k or in_top_p or penalised or logprob_rows),
         )
 
     def _group(self, params: list[SamplingOptions], rows: list[int]) -> _Group | None:

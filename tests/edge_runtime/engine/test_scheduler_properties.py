@@ -1,7 +1,5 @@
 """Whatever is added, aborted, failed or abandoned, in any order: nothing is lost, doubled, leaked or starved."""
 
-from collections import defaultdict
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -47,7 +45,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended: dict[str, Finished] = {}
         self.in_flight: list[tuple[StepPlan, dict[str, list[int]]]] = []  # with the block tables as planned
         self.num_added = 0
-        self.preempted: dict[str, int] = defaultdict(int)
 
     # What happens.
 
@@ -82,7 +79,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.in_flight) < 3)
     @rule()
     def begin_step(self) -> None:
+        running = [request for request in self.live.values() if request.state == "running"]
+        oldest = min(running, key=lambda request: request.age, default=None)
+        preemptions = oldest.num_preemptions if oldest else 0
         plan = self.scheduler.plan_step(self.now)
+        assert oldest is None or oldest.num_preemptions == preemptions, (
+            "the oldest running request was preempted"
+        )
         if plan is None:
             assert self.in_flight or not self.live, (
                 "requests are there, no step is under way, and nothing is planned"
@@ -173,15 +176,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check()
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
         assert self.scheduler.num_running <= self.settings.max_running
-        running = [request for request in self.live.values() if request.state == "running"]
-        grew = [
-            request
-            for request in self.live.values()
-            if request.num_preemptions > self.preempted[request.request_id]
-        ]
-        for request in grew:
-            assert all(request.age > other.age for other in running[:1]) or running == []
-            self.preempted[request.request_id] = request.num_preemptions
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
