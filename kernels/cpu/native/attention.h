@@ -15,7 +15,7 @@ struct ValueTile {
 };
 
 template <int ROWS, int PANELS, bool WHOLE>
-void value_tile(const ValueTile& tile) {
+__attribute__((noinline)) void value_tile(const ValueTile& tile) {
     V acc[ROWS][PANELS];
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i)
@@ -137,6 +137,7 @@ void attend(const AttentionCall& call, int64_t row, int64_t num_rows, int64_t g,
         weigh.out[i] = call.out + r * call.out_stride + h * P;
     }
     keys.K = P;
+    keys.ahead = 0;
     keys.last_lanes = 16;
     keys.add = false;
     const int64_t groups = parts_of(blocks, panels_for(rows));

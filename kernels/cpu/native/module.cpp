@@ -284,4 +284,5 @@ PYBIND11_MODULE(_native, m) {
     m.def("combine", &call_combine);
     m.def("dispatch", &call_dispatch);
     m.def("exp", &call_exp);
+    m.def("fma_turns", [](int64_t turns) { return active->fma_turns(turns); });
 }

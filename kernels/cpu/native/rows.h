@@ -56,3 +56,19 @@ void head_norm_rope(float* x, int64_t token_stride, int64_t head_stride, int64_t
 void exp_row(const float* x, int64_t n, float* out) {
     for (int64_t i = 0; i < n; i += 16) store_lanes(out + i, exp_lanes(load_lanes(x + i, n - i)), n - i);
 }
+
+// 32 vector multiply-adds a turn in 8 independent chains: the most this core can do.
+float fma_turns(int64_t turns) {
+    V acc[8], a = set1(0.999f), b = set1(1e-3f);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) acc[i] = set1((float)i);
+    for (int64_t turn = 0; turn < turns; ++turn)
+#pragma GCC unroll 4
+        for (int repeat = 0; repeat < 4; ++repeat)
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) acc[i] = fma(acc[i], a, b);
+    V total = zero();
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) total = add(total, acc[i]);
+    return lane_sum(total);
+}

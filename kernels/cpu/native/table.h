@@ -73,6 +73,7 @@ struct Kernels {
     void (*combine)(const float* rows, int64_t stride, const int32_t* slots, const float* weights, int64_t T, int64_t K,
                     int64_t D, float* hidden, int64_t hidden_stride);
     void (*exp)(const float* x, int64_t n, float* out);  // for the test of its accuracy
+    float (*fma_turns)(int64_t turns);                   // for the roofline: 512 multiply-adds each, nothing else
 };
 
 const Kernels* kernels_avx512();

@@ -20,7 +20,7 @@ namespace {
 
 const Kernels* EDGE_TABLE() {
     static const Kernels table = {EDGE_ISA_NAME, linear,      rms_norm, head_norm_rope, paged_attention,
-                                  gate_topk,     grouped_ffn, combine,  exp_row};
+                                  gate_topk,     grouped_ffn, combine,  exp_row,     fma_turns};
     return &table;
 }
 
