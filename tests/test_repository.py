@@ -128,10 +128,10 @@ def commands_of(group: click.Group, prefix: str = "") -> dict[str, click.Command
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, click.Command]:
-    from edge_runtime.cli import main
+    from edge_runtime.cli import cli
 
-    assert isinstance(main, click.Group)
-    return commands_of(main)
+    assert isinstance(cli, click.Group)
+    return commands_of(cli)
 
 
 @pytest.fixture(scope="module")
