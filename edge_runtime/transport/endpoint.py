@@ -233,7 +233,10 @@ class Channel(AnyChannel):
         return [first.buffer, *rest]
 
     def wait_until_up(self, timeout_s: float) -> bool:
-        return bool(self._socket.poll(_ms(timeout_s), zmq.POLLOUT))
+        if not self._socket.poll(_ms(timeout_s), zmq.POLLOUT):
+            return False
+        self._is_up = True  # the monitor may say so a little later
+        return True
 
     def is_up(self) -> bool:
         self._read_events()

@@ -206,10 +206,15 @@ class AnyChannel(ABC):
         """
         asked = type(message).__name__
         deadline = self.clock.now() + timeout_s
-        if not self.wait_until_up(timeout_s):
-            raise DeadlinePassed(
-                f"{self.who} could not be reached within {timeout_s:g} s: {self.why_unreachable()}"
-            )
+        while not self.is_lost() and not self.wait_until_up(
+            min(SLICE_S, max(0.0, deadline - self.clock.now()))
+        ):
+            if self.clock.now() >= deadline:
+                raise DeadlinePassed(
+                    f"{self.who} could not be reached within {timeout_s:g} s: {self.why_unreachable()}"
+                )
+        if self.is_lost():
+            raise self.lost_error()
         call_id = next_call_id()
         if not self.send(message, call_id=call_id, epoch=epoch, ttl_s=timeout_s):
             raise self.lost_error()

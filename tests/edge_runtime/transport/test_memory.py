@@ -63,7 +63,7 @@ def test_a_cut_ends_connections_and_healing_needs_a_reconnect(network):
     assert channel.is_lost()
     assert channel.send(Stop()) is Sent.UNREACHABLE
     network.shape("n1", is_cut=False)
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(PeerLost, match="n1 is gone"):
         channel.request(Hello("me"), Welcome, 0.1)
     channel.reconnect()
     assert channel.request(Hello("me"), Welcome, 1.0)
