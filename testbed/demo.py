@@ -83,9 +83,8 @@ class Edge:
         return [sys.executable, str(script), command, "--topology", str(self.topology), *arguments]
 
     def _announce(self, command: str, arguments: tuple[str, ...]) -> None:
-        shown = shlex.join(
-            argument if len(argument) < 80 else f"{argument[:77]}..." for argument in arguments
-        )
+        one_line = (" ".join(argument.split()) for argument in arguments)
+        shown = shlex.join(argument if len(argument) < 80 else f"{argument[:77]}..." for argument in one_line)
         print(f"\n$ edge-runtime {command} --topology {self.topology.name} {shown}".rstrip(), flush=True)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from topology.cluster import DEVICES, ROLES, WEIGHT_FORMATS
 from topology.errors import ClusterFileError
 from topology.parse import parse_cluster
 
@@ -180,6 +181,10 @@ def test_the_readme_explains_every_key_of_a_topology_file(readme):
         (allowed,) = re.findall(r"nonsense.*allowed are (.+)", str(refused.value))
         missing = [key for key in allowed.split(", ") if f"`{key}`" not in readme]
         assert not missing, f"README.md does not explain {missing} of [{table}]"
+
+
+def test_the_readme_names_every_role_device_and_weight_format(readme):
+    assert not [word for word in (*ROLES, *DEVICES, *WEIGHT_FORMATS) if f"`{word}`" not in readme]
 
 
 def test_the_readmes_topology_file_is_a_topology_file(readme):
