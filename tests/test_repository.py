@@ -190,3 +190,10 @@ def test_the_readme_names_every_role_device_and_weight_format(readme):
 def test_the_readmes_topology_file_is_a_topology_file(readme):
     (example,) = re.findall(r"```toml\n(.+?)```", readme, flags=re.DOTALL)
     assert parse_cluster(example).node_names == ("desk", "attic")
+
+
+def test_every_module_of_topology_but_its_reader_of_files_is_held_to_values(repository):
+    project = tomllib.loads((repository / "pyproject.toml").read_text())
+    (contract,) = [c for c in project["tool"]["importlinter"]["contracts"] if c["type"] == "forbidden"]
+    modules = {f"topology.{path.stem}" for path in (repository / "topology").glob("*.py")}
+    assert modules - {"topology.__init__", "topology.files"} <= set(contract["source_modules"])
