@@ -2,7 +2,8 @@
 
 Their headers are ordinary MessagePack in which every number has a fixed width, so one `struct` call writes or reads all
 of it. `codec.py` is the definition: these bytes mean the same to it, and whatever is not plainly of this form is left
-to it (None). Measured with caches as cold as they are between two layers: 37 us become 15.
+to it (None). Measured for decoding a call of 2 KB: 3.5 us instead of 7; 23 instead of 37 with caches as cold as a
+process finds them that waited for its call.
 """
 
 import struct

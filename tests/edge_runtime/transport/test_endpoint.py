@@ -1,3 +1,4 @@
+import random
 import socket as tcp
 import struct
 import threading
@@ -143,6 +144,24 @@ def test_garbage_is_dropped_and_counted_and_nobody_else_notices(server, channel,
     raw.send_multipart(frames)
     until(lambda: server.receive(0.01) is None and server.counters[counter] == 1)
     assert server.bad_messages == 1
+    channel.send(Abort("r"))
+    assert server.receive(SOON_S)[1].message == Abort("r")
+
+
+def test_a_flood_of_damaged_messages_changes_nothing_but_counters(server, channel, raw):
+    seeded = random.Random(11)
+    message, tensors = expert_call()
+    whole = [bytes(frame) for frame in encode(message, ttl_s=1.0, tensors=tensors)]
+    for _ in range(2000):
+        frames = [bytearray(frame) for frame in whole]
+        broken = seeded.choice(frames)
+        if seeded.random() < 0.5:
+            del broken[seeded.randrange(len(broken)) :]
+        else:
+            frames[0][seeded.randrange(len(frames[0]))] ^= seeded.randint(1, 255)
+        raw.send_multipart(frames)
+        assert server.receive(0) is None
+    until(lambda: server.receive(0.01) is None and server.bad_messages == 2000)
     channel.send(Abort("r"))
     assert server.receive(SOON_S)[1].message == Abort("r")
 
