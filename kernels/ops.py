@@ -125,41 +125,78 @@ def pack_expert(gate: Tensor, up: Tensor, down: Tensor, *, format: str = AS_STOR
     return ExpertWeight(D, F, str(dtype).removeprefix("torch."), handle, backend)
 
 
+def _declined(op: str) -> AssertionError:
+    return AssertionError(f"{op}: the compiled kernels declined arguments that passed the checks")
+
+
+# Each operation below has its checks in a function of their own, which makes a missing output too. A backend that checks
+# by itself (`CHECKS`) is called first, since a dozen attributes cost more than a small kernel; it gives False when
+# something does not fit, and then the checks say what.
+
+
 def linear(x: Tensor, w: LinearWeight, *, out: Tensor | None = None, add: bool = False) -> Tensor:
     """x [T, K] times w transposed: [T, N]. With `add`, out += the finished product (out is the residual)."""
+    backend = w.backend
+    if out is None or not backend.CHECKS:
+        out = _check_linear(x, w, out, add)
+    if backend.linear(x, w.handle, out, add) is False:
+        _check_linear(x, w, out, add)
+        raise _declined("linear")
+    return out
+
+
+def _check_linear(x: Tensor, w: LinearWeight, out: Tensor | None, add: bool) -> Tensor:
     _rows("x", x, w.num_inputs)
     if out is None:
         if add:
             raise ValueError("out: found None, expected the residual to add to")
-        out = torch.empty(x.shape[0], w.num_outputs)
-    else:
-        _rows("out", out, w.num_outputs, x.shape[0])
-    w.backend.linear(x, w.handle, out, add)
+        return torch.empty(x.shape[0], w.num_outputs)
+    _rows("out", out, w.num_outputs, x.shape[0])
     return out
 
 
 def embed(token_ids: Tensor, w: LinearWeight, *, out: Tensor | None = None) -> Tensor:
     """Rows token_ids [T] of a packed weight, widened: [T, K]."""
+    backend = w.backend
+    if out is None or not backend.CHECKS:
+        out = _check_embed(token_ids, w, out)
+    if backend.embed(token_ids, w.handle, out) is False:
+        _check_embed(token_ids, w, out)
+        raise _declined("embed")
+    return out
+
+
+def _check_embed(token_ids: Tensor, w: LinearWeight, out: Tensor | None) -> Tensor:
+    if token_ids.dim() != 1:
+        raise _wrong("token_ids", token_ids, I32, ("T",))
     T = token_ids.shape[0]
     _dense("token_ids", token_ids, I32, (T,))
     if out is None:
-        out = torch.empty(T, w.num_inputs)
-    else:
-        _rows("out", out, w.num_inputs, T)
-    w.backend.embed(token_ids, w.handle, out)
+        return torch.empty(T, w.num_inputs)
+    _rows("out", out, w.num_inputs, T)
     return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
     """Rows [T, D] scaled to a mean square of 1, times weight [D]."""
+    backend = backends.active()
+    if out is None or not backend.CHECKS:
+        out = _check_rms_norm(x, weight, out)
+    if backend.rms_norm(x, weight, eps, out) is False:
+        _check_rms_norm(x, weight, out)
+        raise _declined("rms_norm")
+    return out
+
+
+def _check_rms_norm(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    if weight.dim() != 1:
+        raise _wrong("weight", weight, F32, ("D",))
     D = weight.shape[0]
     _rows("x", x, D)
     _dense("weight", weight, F32, (D,))
     if out is None:
-        out = torch.empty(x.shape[0], D)
-    else:
-        _rows("out", out, D, x.shape[0])
-    backends.active().rms_norm(x, weight, eps, out)
+        return torch.empty(x.shape[0], D)
+    _rows("out", out, D, x.shape[0])
     return out
 
 
@@ -167,6 +204,17 @@ def head_norm_rope(
     x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, positions: Tensor
 ) -> None:
     """Norm the heads of x [T, H, P] (if weight [P] is given), then rotate them by their positions. In place."""
+    backend = backends.active()
+    if not backend.CHECKS:
+        _check_head_norm_rope(x, weight, cos, sin, positions)
+    if backend.head_norm_rope(x, weight, eps, cos, sin, positions) is False:
+        _check_head_norm_rope(x, weight, cos, sin, positions)
+        raise _declined("head_norm_rope")
+
+
+def _check_head_norm_rope(
+    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor
+) -> None:
     if x.dim() != 3 or x.dtype is not F32 or not x.is_cpu or x.shape[2] % 2 or x.stride(2) != 1:
         raise _wrong("x", x, F32, ("T", "H", "P even"))
     T, _, P = x.shape
@@ -175,10 +223,9 @@ def head_norm_rope(
     _dense("cos", cos, F32, (cos.shape[0], P // 2))
     _dense("sin", sin, F32, cos.shape)
     _dense("positions", positions, I32, (T,))
-    backends.active().head_norm_rope(x, weight, eps, cos, sin, positions)
 
 
-def _pages(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int]:
+def _check_pages(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int]:
     """Check the pages of one layer; their G and P."""
     if k_pages.dim() != 4:
         raise _wrong("k_pages", k_pages, F32, ("num_blocks", "G", "P", KV_BLOCK_TOKENS))
@@ -190,12 +237,22 @@ def _pages(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int]:
 
 def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Write keys and values [T, G, P] to slots [T] (block * 16 + offset) of one layer's pages."""
-    G, P = _pages(k_pages, v_pages)
+    backend = backends.active()
+    if not backend.CHECKS:
+        _check_kv_write(k, v, k_pages, v_pages, slots)
+    if backend.kv_write(k, v, k_pages, v_pages, slots) is False:
+        _check_kv_write(k, v, k_pages, v_pages, slots)
+        raise _declined("kv_write")
+
+
+def _check_kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    G, P = _check_pages(k_pages, v_pages)
+    if slots.dim() != 1:
+        raise _wrong("slots", slots, I32, ("T",))
     T = slots.shape[0]
     _dense("slots", slots, I32, (T,))
     _heads("k", k, T, G, P)
     _heads("v", v, T, G, P)
-    backends.active().kv_write(k, v, k_pages, v_pages, slots)
 
 
 def paged_attention(
@@ -210,7 +267,26 @@ def paged_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of rows q [T, H, P] over positions 0..row_position of their requests: [T, H, P]."""
-    G, P = _pages(k_pages, v_pages)
+    backend = backends.active()
+    if out is None or not backend.CHECKS:
+        out = _check_paged_attention(q, k_pages, v_pages, block_tables, row_request, row_position, out)
+    rows = row_request, row_position, scale, out
+    if backend.paged_attention(q, k_pages, v_pages, block_tables, *rows) is False:
+        _check_paged_attention(q, k_pages, v_pages, block_tables, row_request, row_position, out)
+        raise _declined("paged_attention")
+    return out
+
+
+def _check_paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    row_request: Tensor,
+    row_position: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    G, P = _check_pages(k_pages, v_pages)
     if q.dim() != 3 or q.shape[1] % G:
         raise _wrong("q", q, F32, ("T", f"H a multiple of {G}", P))
     T, H, _ = q.shape
@@ -221,34 +297,58 @@ def paged_attention(
     _dense("row_request", row_request, I32, (T,))
     _dense("row_position", row_position, I32, (T,))
     if out is None:
-        out = torch.empty(T, H, P)
-    else:
-        _heads("out", out, T, H, P)
-    backends.active().paged_attention(
-        q, k_pages, v_pages, block_tables, row_request, row_position, scale, out
-    )
+        return torch.empty(T, H, P)
+    _heads("out", out, T, H, P)
     return out
 
 
-def gate_topk(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+def gate_topk(
+    logits: Tensor, k: int, *, renormalise: bool, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """The k best experts of each row of logits [T, E], ties to the lowest id: ids and weights [T, k]."""
+    backend = backends.active()
+    if out is None or not backend.CHECKS:
+        out = _check_gate_topk(logits, k, out)
+    ids, weights = out
+    if backend.gate_topk(logits, k, renormalise, ids, weights) is False:
+        _check_gate_topk(logits, k, out)
+        raise _declined("gate_topk")
+    return out
+
+
+def _check_gate_topk(logits: Tensor, k: int, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    if logits.dim() != 2:
+        raise _wrong("logits", logits, F32, ("T", "E"))
     T, E = logits.shape
     _rows("logits", logits, E)
     if not 1 <= k <= E:
         raise ValueError(f"k: found {k}, expected 1 to {E}, the number of experts")
-    ids = torch.empty(T, k, dtype=I32)
-    weights = torch.empty(T, k)
-    backends.active().gate_topk(logits, k, renormalise, ids, weights)
-    return ids, weights
+    if out is None:
+        return torch.empty(T, k, dtype=I32), torch.empty(T, k)
+    _dense("out[0]", out[0], I32, (T, k))
+    _dense("out[1]", out[1], F32, (T, k))
+    return out
 
 
 def dispatch(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int) -> Dispatched:
     """Group the pairs of expert_ids [T, K] by host_of_expert [E]; pairs of host -1 appear in no group."""
+    backend = backends.active()
+    if not backend.CHECKS:
+        _check_dispatch(expert_ids, host_of_expert)
+    grouped = backend.dispatch(expert_ids, host_of_expert, num_hosts)
+    if grouped is False:
+        _check_dispatch(expert_ids, host_of_expert)
+        raise _declined("dispatch")
+    return grouped
+
+
+def _check_dispatch(expert_ids: Tensor, host_of_expert: Tensor) -> None:
     if expert_ids.dim() != 2:
         raise _wrong("expert_ids", expert_ids, I32, ("T", "K"))
     _dense("expert_ids", expert_ids, I32, expert_ids.shape)
-    _dense("host_of_expert", host_of_expert, I32, (host_of_expert.shape[0],))
-    return backends.active().dispatch(expert_ids, host_of_expert, num_hosts)
+    if host_of_expert.dim() != 1:
+        raise _wrong("host_of_expert", host_of_expert, I32, ("E",))
+    _dense("host_of_expert", host_of_expert, I32, host_of_expert.shape)
 
 
 def grouped_ffn(
@@ -263,32 +363,52 @@ def grouped_ffn(
     """Row rows[i] of x [T, D] through expert expert_ids[i] of the bank, unweighted: [R, D]."""
     if activation != "swiglu":
         raise ValueError(f"activation: found {activation!r}, expected 'swiglu'")
+    backend = bank.backend
+    if out is None or backend is None or not backend.CHECKS:
+        out = _check_grouped_ffn(x, rows, expert_ids, bank, out)
+        if rows.shape[0] == 0:
+            return out
+        if backend is None:
+            raise IndexError(f"expert_ids: asks for expert {int(expert_ids[0])}, but none is resident in this bank")
+    if backend.grouped_ffn(x, rows, expert_ids, bank.handle, out) is False:
+        _check_grouped_ffn(x, rows, expert_ids, bank, out)
+        raise _declined("grouped_ffn")
+    return out
+
+
+def _check_grouped_ffn(
+    x: Tensor, rows: Tensor, expert_ids: Tensor, bank: ExpertBank, out: Tensor | None
+) -> Tensor:
+    if rows.dim() != 1:
+        raise _wrong("rows", rows, I32, ("R",))
     R, D = rows.shape[0], bank.D
     _rows("x", x, D)
     _dense("rows", rows, I32, (R,))
     _dense("expert_ids", expert_ids, I32, (R,))
     if out is None:
-        out = torch.empty(R, D)
-    else:
-        _rows("out", out, D, R)
-    if R == 0:
-        return out
-    if bank.backend is None:
-        raise IndexError(
-            f"expert_ids: asks for expert {int(expert_ids[0])}, but no expert is resident in this bank"
-        )
-    bank.backend.grouped_ffn(x, rows, expert_ids, bank.handle, out)
+        return torch.empty(R, D)
+    _rows("out", out, D, R)
     return out
 
 
 def combine(expert_out: Tensor, slots: Tensor, gate_weights: Tensor, hidden: Tensor) -> None:
     """hidden [T, D] += each token's expert rows, weighted and summed in slot order; slot -1 is skipped."""
-    if slots.dim() != 2 or hidden.dim() != 2:
+    backend = backends.active()
+    if not backend.CHECKS:
+        _check_combine(expert_out, slots, gate_weights, hidden)
+    if backend.combine(expert_out, slots, gate_weights, hidden) is False:
+        _check_combine(expert_out, slots, gate_weights, hidden)
+        raise _declined("combine")
+
+
+def _check_combine(expert_out: Tensor, slots: Tensor, gate_weights: Tensor, hidden: Tensor) -> None:
+    if slots.dim() != 2:
         raise _wrong("slots", slots, I32, ("T", "K"))
+    if hidden.dim() != 2:
+        raise _wrong("hidden", hidden, F32, ("T", "D"))
     T, K = slots.shape
     D = hidden.shape[1]
     _dense("slots", slots, I32, (T, K))
     _dense("gate_weights", gate_weights, F32, (T, K))
     _rows("hidden", hidden, D, T)
     _rows("expert_out", expert_out, D)
-    backends.active().combine(expert_out, slots, gate_weights, hidden)

@@ -60,7 +60,7 @@ class ExpertBank:
             )
         if self.backend is None:
             self.backend = expert.backend
-            self.handle = expert.backend.new_bank(self.num_experts)
+            self.handle = expert.backend.new_bank(self.num_experts, self.D)
         if expert.backend is not self.backend:
             raise ValueError(
                 f"expert: packed for backend {expert.backend.NAME}, expected {self.backend.NAME} as the others in this bank"

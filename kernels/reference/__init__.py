@@ -13,9 +13,11 @@ from kernels.reference.paged_attention import paged_attention
 from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rope import head_norm_rope
 
+CHECKS = False
 NAME = "reference"
 
 __all__ = [
+    "CHECKS",
     "NAME",
     "combine",
     "dispatch",

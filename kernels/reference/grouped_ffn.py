@@ -44,7 +44,7 @@ def pack_expert(gate: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> P
     return PlainExpert(*(weight.detach().to(dtype).clone() for weight in (gate, up, down)))
 
 
-def new_bank(num_experts: int) -> PlainBank:
+def new_bank(num_experts: int, D: int) -> PlainBank:
     return PlainBank(num_experts)
 
 

@@ -16,9 +16,11 @@ from kernels.cpu.fallback.rope import head_norm_rope
 from kernels.reference.grouped_ffn import new_bank, pack_expert
 from kernels.reference.linear import pack_rows
 
+CHECKS = False
 NAME = "torch"
 
 __all__ = [
+    "CHECKS",
     "NAME",
     "combine",
     "dispatch",

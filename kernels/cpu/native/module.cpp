@@ -1,16 +1,16 @@
-// kernels.cpu._native: plain integers in (pointers, sizes, strides in elements), work done without the GIL.
+// kernels.cpu._native: tensors in, work done without the GIL.
 //
-// Shapes and dtypes are the business of kernels/ops.py. Checked here is what only the values tell: ids, slots, positions.
+// Says yes or no to shapes and dtypes; which argument is at fault is for kernels/ops.py to say. What only the values tell
+// (ids, slots, positions that point nowhere) is an error from here.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <string>
 
+#include "arguments.h"
 #include "packed.h"
 #include "table.h"
-
-namespace py = pybind11;
 
 namespace edge {
 
@@ -87,86 +87,145 @@ void check_range(const char* name, const int32_t* values, int64_t count, int64_t
                               text(low) + " to " + text(high - 1));
 }
 
-void call_linear(const PackedPanels& w, Address x, int64_t x_stride, int64_t T, Address out, int64_t out_stride,
-                 bool add) {
+// Every call_* below returns false, having done nothing, when an argument does not fit; kernels/ops.py then says which.
+
+bool call_linear(py::handle x_, const PackedPanels& w, py::handle out_, bool add) {
+    Argument x, out;
+    const int64_t K = w.view().num_inputs, N = w.view().num_outputs;
+    if (!read(x_, x) || !read(out_, out) || !x.is_rows(K) || !out.is_rows(N) || x.shape[0] != out.shape[0]) return false;
     py::gil_scoped_release release;
-    active->linear(w.view(), at<float>(x), x_stride, T, at<float>(out), out_stride, add);
+    active->linear(w.view(), x.floats(), x.strides[0], x.shape[0], out.floats(), out.strides[0], add);
+    return true;
 }
 
-void call_embed(const PackedPanels& w, Address ids, int64_t T, Address out, int64_t out_stride) {
-    const int32_t* id = at<int32_t>(ids);
-    check_range("token_ids", id, T, 0, w.view().num_outputs);
+bool call_embed(py::handle ids_, const PackedPanels& w, py::handle out_) {
+    Argument ids, out;
+    if (!read(ids_, ids) || !read(out_, out) || !ids.is_dense(INT32, 1) || !out.is_rows(w.view().num_inputs) ||
+        ids.shape[0] != out.shape[0])
+        return false;
+    check_range("token_ids", ids.ints(), ids.shape[0], 0, w.view().num_outputs);
     py::gil_scoped_release release;
-    for (int64_t t = 0; t < T; ++t) w.widen_row(id[t], at<float>(out) + t * out_stride);
+    for (int64_t t = 0; t < ids.shape[0]; ++t) w.widen_row(ids.ints()[t], out.floats() + t * out.strides[0]);
+    return true;
 }
 
-void call_rms_norm(Address x, int64_t x_stride, Address weight, float eps, int64_t T, int64_t D, Address out,
-                   int64_t out_stride) {
+bool call_rms_norm(py::handle x_, py::handle weight_, float eps, py::handle out_) {
+    Argument x, weight, out;
+    if (!read(x_, x) || !read(weight_, weight) || !read(out_, out) || !weight.is_dense(FLOAT32, 1)) return false;
+    const int64_t D = weight.shape[0];
+    if (!x.is_rows(D) || !out.is_rows(D) || x.shape[0] != out.shape[0]) return false;
     py::gil_scoped_release release;
-    active->rms_norm(at<float>(x), x_stride, at<float>(weight), eps, T, D, at<float>(out), out_stride);
+    active->rms_norm(x.floats(), x.strides[0], weight.floats(), eps, x.shape[0], D, out.floats(), out.strides[0]);
+    return true;
 }
 
-void call_head_norm_rope(Address x, int64_t token_stride, int64_t head_stride, int64_t T, int64_t H, int64_t P,
-                         Address weight, float eps, Address cos, Address sin, int64_t S, Address positions) {
-    check_range("positions", at<int32_t>(positions), T, 0, S);
+bool call_head_norm_rope(py::handle x_, py::handle weight_, float eps, py::handle cos_, py::handle sin_,
+                         py::handle positions_) {
+    Argument x, weight, cos, sin, positions;
+    if (!read(x_, x) || !read(cos_, cos) || !read(sin_, sin) || !read(positions_, positions)) return false;
+    if (x.item != FLOAT32 || x.ndim != 3 || x.shape[2] % 2 || x.strides[2] != 1) return false;
+    const int64_t T = x.shape[0], H = x.shape[1], P = x.shape[2], S = cos.shape[0];
+    const bool normed = !weight_.is_none();
+    if (normed && (!read(weight_, weight) || !weight.is_dense(FLOAT32, 1) || weight.shape[0] != P)) return false;
+    if (!cos.is_dense(FLOAT32, 2) || !sin.is_dense(FLOAT32, 2) || cos.shape[1] != P / 2 || sin.shape[1] != P / 2 ||
+        sin.shape[0] != S || !positions.is_dense(INT32, 1) || positions.shape[0] != T)
+        return false;
+    check_range("positions", positions.ints(), T, 0, S);
     py::gil_scoped_release release;
-    active->head_norm_rope(at<float>(x), token_stride, head_stride, T, H, P, at<float>(weight), eps, at<float>(cos),
-                           at<float>(sin), at<int32_t>(positions));
+    active->head_norm_rope(x.floats(), x.strides[0], x.strides[1], T, H, P, normed ? weight.floats() : nullptr, eps,
+                           cos.floats(), sin.floats(), positions.ints());
+    return true;
 }
 
-void call_kv_write(Address k, int64_t k_stride, Address v, int64_t v_stride, int64_t T, Address k_pages,
-                   Address v_pages, int64_t num_blocks, int64_t G, int64_t P, Address slots) {
-    const int32_t* slot = at<int32_t>(slots);
-    check_range("slots", slot, T, 0, num_blocks * 16);
+bool read_pages(py::handle k_pages_, py::handle v_pages_, KvPages& pages) {
+    Argument k, v;
+    if (!read(k_pages_, k) || !read(v_pages_, v) || !k.is_dense(FLOAT32, 4) || !v.is_dense(FLOAT32, 4)) return false;
+    if (k.shape[3] != 16 || v.shape[2] != 16 || v.shape[0] != k.shape[0] || v.shape[1] != k.shape[1] ||
+        v.shape[3] != k.shape[2])
+        return false;
+    pages = {k.floats(), v.floats(), k.shape[0], k.shape[1], k.shape[2]};
+    return true;
+}
+
+bool call_kv_write(py::handle k_, py::handle v_, py::handle k_pages_, py::handle v_pages_, py::handle slots_) {
+    Argument k, v, slots;
+    KvPages pages;
+    if (!read(k_, k) || !read(v_, v) || !read(slots_, slots) || !read_pages(k_pages_, v_pages_, pages) ||
+        !slots.is_dense(INT32, 1))
+        return false;
+    const int64_t T = slots.shape[0], G = pages.G, P = pages.P;
+    if (!k.is_heads(T, G, P) || !v.is_heads(T, G, P)) return false;
+    const int32_t* slot = slots.ints();
+    check_range("slots", slot, T, 0, pages.num_blocks * 16);
     py::gil_scoped_release release;
     for (int64_t t = 0; t < T; ++t) {
         const int64_t block = slot[t] / 16, offset = slot[t] % 16;
         for (int64_t g = 0; g < G; ++g) {
-            const float* from = at<float>(k) + t * k_stride + g * P;
-            float* to = at<float>(k_pages) + (block * G + g) * P * 16 + offset;
+            const float* from = k.floats() + t * k.strides[0] + g * P;
+            float* to = pages.k + (block * G + g) * P * 16 + offset;
             for (int64_t p = 0; p < P; ++p) to[p * 16] = from[p];
-            std::memcpy(at<float>(v_pages) + ((block * G + g) * 16 + offset) * P, at<float>(v) + t * v_stride + g * P,
+            std::memcpy(pages.v + ((block * G + g) * 16 + offset) * P, v.floats() + t * v.strides[0] + g * P,
                         static_cast<size_t>(P) * sizeof(float));
         }
     }
+    return true;
 }
 
-void call_paged_attention(Address q, int64_t q_stride, int64_t T, int64_t H, Address k_pages, Address v_pages,
-                          int64_t num_blocks, int64_t G, int64_t P, Address block_tables, int64_t B, int64_t M,
-                          Address row_request, Address row_position, float scale, Address out, int64_t out_stride) {
-    const AttentionCall call{at<float>(q), q_stride,
-                             {at<float>(k_pages), at<float>(v_pages), num_blocks, G, P},
-                             at<int32_t>(block_tables), M, at<int32_t>(row_request), at<int32_t>(row_position),
-                             scale, at<float>(out), out_stride, T, H};
+bool call_paged_attention(py::handle q_, py::handle k_pages_, py::handle v_pages_, py::handle tables_,
+                          py::handle row_request_, py::handle row_position_, float scale, py::handle out_) {
+    Argument q, tables, row_request, row_position, out;
+    KvPages pages;
+    if (!read(q_, q) || !read_pages(k_pages_, v_pages_, pages) || !read(tables_, tables) ||
+        !read(row_request_, row_request) || !read(row_position_, row_position) || !read(out_, out) || q.ndim != 3)
+        return false;
+    const int64_t T = q.shape[0], H = q.shape[1];
+    if (pages.G < 1 || H % pages.G || !q.is_heads(T, H, pages.P) || !out.is_heads(T, H, pages.P) ||
+        !tables.is_dense(INT32, 2) || !row_request.is_dense(INT32, 1) || row_request.shape[0] != T ||
+        !row_position.is_dense(INT32, 1) || row_position.shape[0] != T)
+        return false;
+    const int64_t B = tables.shape[0], M = tables.shape[1];
+    const AttentionCall call{q.floats(),         q.strides[0], pages,        tables.ints(),  M, row_request.ints(),
+                             row_position.ints(), scale,        out.floats(), out.strides[0], T, H};
     check_range("row_request", call.row_request, T, 0, B);
     check_range("row_position", call.row_position, T, 0, M * 16);
     for (int64_t t = 0; t < T; ++t) {
-        // Rows of one request stand together: the last of a run is enough when positions rise.
+        // In a run of rows of one request with rising positions the last row's blocks include the others'.
         const int64_t request = call.row_request[t];
         if (t + 1 < T && call.row_request[t + 1] == request && call.row_position[t + 1] >= call.row_position[t]) continue;
-        check_range("block_tables", call.block_tables + request * M, call.row_position[t] / 16 + 1, 0, num_blocks);
+        check_range("block_tables", call.block_tables + request * M, call.row_position[t] / 16 + 1, 0, pages.num_blocks);
     }
     py::gil_scoped_release release;
     active->paged_attention(call);
+    return true;
 }
 
-void call_gate_topk(Address logits, int64_t stride, int64_t T, int64_t E, int64_t k, bool renormalise, Address ids,
-                    Address weights) {
+bool call_gate_topk(py::handle logits_, int64_t k, bool renormalise, py::handle ids_, py::handle weights_) {
+    Argument logits, ids, weights;
+    if (!read(logits_, logits) || !read(ids_, ids) || !read(weights_, weights) || logits.ndim != 2) return false;
+    const int64_t T = logits.shape[0], E = logits.shape[1];
+    if (!logits.is_rows(E) || k < 1 || k > E || !ids.is_dense(INT32, 2) || !weights.is_dense(FLOAT32, 2) ||
+        ids.shape[0] != T || ids.shape[1] != k || weights.shape[0] != T || weights.shape[1] != k)
+        return false;
     py::gil_scoped_release release;
-    active->gate_topk(at<float>(logits), stride, T, E, k, renormalise, at<int32_t>(ids), at<float>(weights));
+    active->gate_topk(logits.floats(), logits.strides[0], T, E, k, renormalise, ids.ints(), weights.floats());
+    return true;
 }
 
-void call_grouped_ffn(const Bank& bank, Address x, int64_t x_stride, int64_t T, Address rows_, Address expert_ids,
-                      int64_t R, Address out, int64_t out_stride) {
+bool call_grouped_ffn(py::handle x_, py::handle rows_, py::handle expert_ids_, const Bank& bank, py::handle out_) {
+    Argument x, row, expert_id, out;
+    if (!read(x_, x) || !read(rows_, row) || !read(expert_ids_, expert_id) || !read(out_, out)) return false;
+    if (!row.is_dense(INT32, 1) || !expert_id.is_dense(INT32, 1) || !x.is_rows(bank.D()) || !out.is_rows(bank.D()))
+        return false;
+    const int64_t R = row.shape[0];
+    if (expert_id.shape[0] != R || out.shape[0] != R) return false;
     const auto table = bank.table();
-    const int32_t* rows = at<int32_t>(rows_);
-    const int32_t* ids = at<int32_t>(expert_ids);
+    const int32_t *rows = row.ints(), *ids = expert_id.ints();
     const int64_t E = static_cast<int64_t>(table->size());
     for (int64_t i = 0; i < R; ++i)
         if (ids[i] < 0 || ids[i] >= E || !(*table)[ids[i]])
             throw py::index_error("expert_ids: entry " + text(i) + " asks for expert " + text(ids[i]) +
                                   ", which is not resident in this bank of " + text(E));
-    check_range("rows", rows, R, 0, T);
+    check_range("rows", rows, R, 0, x.shape[0]);
     py::gil_scoped_release release;
 
     static thread_local std::vector<int64_t> next, offsets;
@@ -190,45 +249,67 @@ void call_grouped_ffn(const Bank& bank, Address x, int64_t x_stride, int64_t T, 
         sorted[place] = rows[i];
         sorted[R + place] = static_cast<int32_t>(i);
     }
-    active->grouped_ffn({at<float>(x), x_stride, sorted.data(), sorted.data() + R, offsets.data(), experts.data(),
-                         static_cast<int64_t>(experts.size()), at<float>(out), out_stride});
+    active->grouped_ffn({x.floats(), x.strides[0], sorted.data(), sorted.data() + R, offsets.data(), experts.data(),
+                         static_cast<int64_t>(experts.size()), out.floats(), out.strides[0]});
+    return true;
 }
 
-void call_combine(Address expert_out, int64_t stride, int64_t R, Address slots, Address weights, int64_t T, int64_t K,
-                  int64_t D, Address hidden, int64_t hidden_stride) {
-    check_range("slots", at<int32_t>(slots), T * K, -1, R);
+bool call_combine(py::handle expert_out_, py::handle slots_, py::handle weights_, py::handle hidden_) {
+    Argument expert_out, slots, weights, hidden;
+    if (!read(expert_out_, expert_out) || !read(slots_, slots) || !read(weights_, weights) || !read(hidden_, hidden) ||
+        hidden.ndim != 2)
+        return false;
+    const int64_t D = hidden.shape[1];
+    if (!slots.is_dense(INT32, 2) || !weights.is_dense(FLOAT32, 2) || weights.shape[0] != slots.shape[0] ||
+        weights.shape[1] != slots.shape[1] || !hidden.is_rows(D) || hidden.shape[0] != slots.shape[0] ||
+        !expert_out.is_rows(D))
+        return false;
+    const int64_t T = slots.shape[0], K = slots.shape[1];
+    check_range("slots", slots.ints(), T * K, -1, expert_out.shape[0]);
     py::gil_scoped_release release;
-    active->combine(at<float>(expert_out), stride, at<int32_t>(slots), at<float>(weights), T, K, D, at<float>(hidden),
-                    hidden_stride);
+    active->combine(expert_out.floats(), expert_out.strides[0], slots.ints(), weights.floats(), T, K, D,
+                    hidden.floats(), hidden.strides[0]);
+    return true;
 }
 
-// Fills pairs, rows, pair_rows (room for T * K each), offsets and row_offsets (num_hosts + 1 each).
-py::tuple call_dispatch(Address expert_ids, int64_t T, int64_t K, Address host_of_expert, int64_t E, int64_t num_hosts,
-                        Address pairs_, Address rows_, Address pair_rows_, Address offsets_, Address row_offsets_) {
-    const int32_t* ids = at<int32_t>(expert_ids);
-    const int32_t* hosts = at<int32_t>(host_of_expert);
-    int32_t *pairs = at<int32_t>(pairs_), *rows = at<int32_t>(rows_), *pair_rows = at<int32_t>(pair_rows_);
-    int32_t *offsets = at<int32_t>(offsets_), *row_offsets = at<int32_t>(row_offsets_);
+// Fills `buffer` (int32, room for 3 * T * K + 2 * (num_hosts + 1)) with pairs [R], offsets [num_hosts + 1], rows [U],
+// row_offsets [num_hosts + 1], pair_rows [R], one after another. Returns (R, U), or None if an argument does not fit.
+py::object call_dispatch(py::handle expert_ids_, py::handle host_of_expert_, int64_t num_hosts, py::handle buffer_) {
+    Argument expert_ids, host_of_expert, buffer;
+    if (!read(expert_ids_, expert_ids) || !read(host_of_expert_, host_of_expert) || !read(buffer_, buffer) ||
+        !expert_ids.is_dense(INT32, 2) || !host_of_expert.is_dense(INT32, 1) || !buffer.is_dense(INT32, 1))
+        return py::none();
+    const int64_t T = expert_ids.shape[0], K = expert_ids.shape[1], E = host_of_expert.shape[0];
+    if (num_hosts < 0 || buffer.shape[0] < 3 * T * K + 2 * (num_hosts + 1)) return py::none();
+    const int32_t *ids = expert_ids.ints(), *hosts = host_of_expert.ints();
     check_range("expert_ids", ids, T * K, 0, E);
     check_range("host_of_expert", hosts, E, -1, num_hosts);
-    py::gil_scoped_release release;
-    std::vector<int64_t> last(num_hosts, -1), next(num_hosts), next_row(num_hosts);
-    std::fill(offsets, offsets + num_hosts + 1, 0);
-    std::fill(row_offsets, row_offsets + num_hosts + 1, 0);
+    static thread_local std::vector<int64_t> last, next, next_row;
+    last.assign(num_hosts, -1);
+    next.assign(num_hosts + 1, 0);
+    next_row.assign(num_hosts + 1, 0);
     for (int64_t t = 0; t < T; ++t)
         for (int64_t j = 0; j < K; ++j) {
             const int32_t host = hosts[ids[t * K + j]];
             if (host < 0) continue;
-            ++offsets[host + 1];
-            row_offsets[host + 1] += last[host] != t;
+            ++next[host + 1];
+            next_row[host + 1] += last[host] != t;
             last[host] = t;
         }
     for (int64_t n = 0; n < num_hosts; ++n) {
-        offsets[n + 1] += offsets[n];
-        row_offsets[n + 1] += row_offsets[n];
-        next[n] = offsets[n];
-        next_row[n] = row_offsets[n] - 1;
+        next[n + 1] += next[n];
+        next_row[n + 1] += next_row[n];
         last[n] = -1;
+    }
+    const int64_t R = next[num_hosts], U = next_row[num_hosts];
+    int32_t* pairs = buffer.ints();
+    int32_t* offsets = pairs + R;
+    int32_t* rows = offsets + num_hosts + 1;
+    int32_t* row_offsets = rows + U;
+    int32_t* pair_rows = row_offsets + num_hosts + 1;
+    for (int64_t n = 0; n <= num_hosts; ++n) {
+        offsets[n] = static_cast<int32_t>(next[n]);
+        row_offsets[n] = static_cast<int32_t>(next_row[n]);
     }
     for (int64_t t = 0; t < T; ++t)
         for (int64_t j = 0; j < K; ++j) {
@@ -236,14 +317,12 @@ py::tuple call_dispatch(Address expert_ids, int64_t T, int64_t K, Address host_o
             if (host < 0) continue;
             if (last[host] != t) {
                 last[host] = t;
-                rows[++next_row[host]] = static_cast<int32_t>(t);
+                rows[next_row[host]++] = static_cast<int32_t>(t);
             }
-            pair_rows[next[host]] = static_cast<int32_t>(next_row[host] - row_offsets[host]);
+            pair_rows[next[host]] = static_cast<int32_t>(next_row[host] - 1 - row_offsets[host]);
             pairs[next[host]++] = static_cast<int32_t>(t * K + j);
         }
-    const int64_t num_pairs = offsets[num_hosts], num_rows = row_offsets[num_hosts];
-    py::gil_scoped_acquire acquire;
-    return py::make_tuple(num_pairs, num_rows);
+    return py::make_tuple(R, U);
 }
 
 void call_exp(Address x, int64_t n, Address out) { active->exp(at<float>(x), n, at<float>(out)); }
@@ -267,9 +346,10 @@ PYBIND11_MODULE(_native, m) {
         .def_property_readonly("nbytes",
                                [](const PackedExpert& self) { return self.gate_up->nbytes() + self.down->nbytes(); });
     py::class_<Bank>(m, "Bank")
-        .def(py::init<int64_t>())
+        .def(py::init<int64_t, int64_t>())
         .def("set", [](Bank& self, int64_t id, std::shared_ptr<PackedExpert> expert) { self.put(id, expert); })
         .def("drop", [](Bank& self, int64_t id) { self.put(id, nullptr); });
+    m.def("find_torch", &find_torch);
     m.def("isa", [] { return std::string(active->isa); });
     m.def("runnable_isas", &runnable_isas);
     m.def("use_isa", &use_isa);

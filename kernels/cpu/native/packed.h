@@ -108,7 +108,8 @@ struct PackedExpert {
 class Bank {
   public:
     using Table = std::vector<std::shared_ptr<const PackedExpert>>;
-    explicit Bank(int64_t num_experts) : table_(std::make_shared<Table>(num_experts)) {}
+    Bank(int64_t num_experts, int64_t D) : D_(D), table_(std::make_shared<Table>(num_experts)) {}
+    int64_t D() const { return D_; }
     std::shared_ptr<const Table> table() const { return table_; }
     void put(int64_t id, std::shared_ptr<const PackedExpert> expert) {
         auto next = std::make_shared<Table>(*table_);
@@ -117,6 +118,7 @@ class Bank {
     }
 
   private:
+    int64_t D_;
     std::shared_ptr<const Table> table_;
 };
 
