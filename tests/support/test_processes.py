@@ -58,8 +58,9 @@ def test_a_command_that_does_not_end_in_time_is_stopped_and_shown():
 
 def test_an_interrupt_reaches_the_command():
     script = (
-        "import signal\nprint('ready', flush=True)\n"
-        "try:\n    signal.pause()\nexcept KeyboardInterrupt:\n    print('interrupted')\n"
+        "import signal\n"
+        "try:\n    print('ready', flush=True)\n    signal.pause()\n"
+        "except KeyboardInterrupt:\n    print('interrupted')\n"
     )
     with python(script) as process:
         process.wait_for_line("ready")
