@@ -13,6 +13,7 @@ from edge_runtime.errors import ClusterError, EdgeError, PeerError, RequestError
 from edge_runtime.protocol import (
     Abort,
     Accepted,
+    BadMessage,
     Credit,
     Failed,
     Finished,
@@ -26,7 +27,7 @@ from edge_runtime.protocol import (
     Tokens,
     Welcome,
 )
-from edge_runtime.transport.endpoint import Channel
+from edge_runtime.transport.endpoint import Channel, Sent, next_call_id
 from edge_runtime.transport.keys import Keys
 
 CONNECT_S = 5.0
@@ -63,6 +64,7 @@ class Answer:
     failed: Failed | None = None
     refused: Refused | None = None
     retry_at_s: float = 0.0
+    submitted: bool = False
     ungranted: int = 0
 
     @property
@@ -191,28 +193,23 @@ class Client:
                         f"nothing came for {now - heard_s:.0f} s: {_waiting_line(answers, idle_s)}"
                     )
         except BaseException:
-            self._abort(answer.request_id for answer in answers if not answer.ended and answer.node)
+            self._abort(answer.request_id for answer in answers if answer.submitted and not answer.ended)
             raise
         return answers
 
     def _submit_due(self, answers: Iterable[Answer], now: float) -> None:
         for answer in answers:
-            if answer.node or answer.ended or now < answer.retry_at_s:
+            if answer.submitted or answer.ended or now < answer.retry_at_s:
                 continue
-            answer.retry_at_s = float("inf")
-            prompt = answer.prompt
-            message = Submit(
-                request_id=answer.request_id,
-                prompt=prompt.prompt,
-                messages=prompt.messages,
-                prompt_ids=prompt.prompt_ids,
-                sampling=prompt.sampling,
-                credit=CREDIT,
-                trace=prompt.trace,
-            )
-            sent = self._channel.send(message)
-            if not sent:
+            try:
+                sent = self._channel.send(_submit_message(answer))
+            except (BadMessage, msgspec.ValidationError, RecursionError) as error:
+                detail = f"the prompt or its options cannot be sent: {error}"
+                answer.failed = Failed(answer.request_id, "user", "request", detail)
+                continue
+            if sent is Sent.UNREACHABLE:
                 raise ClusterError(f"the coordinator at {self.address} cannot be reached: {sent.value}")
+            answer.submitted = bool(sent)  # a full queue empties as answers come
 
     def _receive(self) -> Message | None:
         envelope = self._channel.receive(RECEIVE_S)
@@ -252,6 +249,9 @@ class Client:
                 answer.failed = message
             case Refused():
                 answer.refused = message
+                answer.submitted = False
+                if message.reason == "handshake":  # it knows us no more: greet, then ask again
+                    self._channel.send(Hello(node="client", role="client"), call_id=next_call_id())
                 if message.retry_after_s is not None and now < give_up_s:
                     answer.retry_at_s = now + message.retry_after_s
                 else:
@@ -268,6 +268,21 @@ class Client:
         with contextlib.suppress(EdgeError):
             for request_id in request_ids:
                 self._channel.send(Abort(request_id))
+
+
+def _submit_message(answer: Answer) -> Submit:
+    """ValidationError for what the coordinator could not read: it would drop that without a word."""
+    prompt = answer.prompt
+    message = Submit(
+        request_id=answer.request_id,
+        prompt=prompt.prompt,
+        messages=prompt.messages,
+        prompt_ids=prompt.prompt_ids,
+        sampling=prompt.sampling,
+        credit=CREDIT,
+        trace=prompt.trace,
+    )
+    return msgspec.convert(msgspec.to_builtins(message), Submit)
 
 
 def _waiting_line(answers: Sequence[Answer], seconds: float) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_runtime.client import Prompt
+from edge_runtime.engine.request import check_params, read_params
 from edge_runtime.errors import RequestError
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
@@ -22,16 +23,20 @@ SAMPLING_KEYS = (
     "ignore_eos",
     "logprobs",
 )
+SYSTEM_WITHOUT_CHAT = "--system is a chat's first message; add --chat"
+ANY_VOCABULARY = 2**31  # what the model's is, its node knows: token ids are checked there again
+LONGEST_NUMBER = 2**63 - 1  # that can be sent
 
 
 def prompt_from_options(
     text: str, sampling: Mapping[str, Any], *, chat: bool, system: str | None, trace: bool
 ) -> Prompt:
-    """One prompt of the command line, raw or as the user's turn of a chat."""
+    """One prompt of the command line, raw or as the user's turn of a chat. RequestError for what cannot be meant."""
+    _check_options(sampling)
     if not text:
         raise RequestError("the prompt is empty; give at least one character")
     if system is not None and not chat:
-        raise RequestError("--system is a chat's first message; add --chat")
+        raise RequestError(SYSTEM_WITHOUT_CHAT)
     if not chat:
         return Prompt(prompt=text, sampling=dict(sampling), trace=trace)
     messages = [{"role": "system", "content": system}] if system is not None else []
@@ -46,9 +51,12 @@ def prompts_from_file(
 
     Keys: one of prompt, messages, prompt_ids, and any sampling option. Unknown keys are left alone, since such files
     carry notes of their own, but a misspelt option would be lost silently: so a key one letter off is refused.
+    A line ends with a line feed; JSON allows the other line ends of Unicode inside a string.
     """
+    if system is not None and not chat:
+        raise RequestError(SYSTEM_WITHOUT_CHAT)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except OSError as error:
         raise RequestError(f"prompt file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -72,7 +80,9 @@ def _prompt_from_line(
 ) -> Prompt:
     try:
         entry = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except RecursionError as error:
+        raise RequestError("not JSON that can be read: it is nested too deeply") from error
+    except ValueError as error:  # not JSON, or a number of thousands of digits
         raise RequestError(f"not JSON: {error}") from error
     if not isinstance(entry, dict):
         raise RequestError(f"found {type(entry).__name__}, expected an object with `prompt`")
@@ -89,6 +99,7 @@ def _prompt_from_line(
         if not isinstance(entry["prompt"], str):
             raise RequestError(f"prompt is {entry['prompt']!r:.40}, expected a string")
         return prompt_from_options(entry["prompt"], options, chat=chat, system=system, trace=trace)
+    _check_options(options)
     if "messages" in given:
         messages = entry["messages"]
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -102,11 +113,33 @@ def _prompt_from_line(
     return Prompt(prompt_ids=ids, sampling=options, trace=trace)
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse here what every node would: the person who typed it is near, and the line is known."""
+    params = read_params(options)
+    check_params(params, ANY_VOCABULARY)
+    for name in ("max_tokens", "top_k"):
+        if getattr(params, name) > LONGEST_NUMBER:
+            raise RequestError(f"{name} is too large; allowed is at most {LONGEST_NUMBER}")
+
+
 def _refuse_misspelt(entry: Mapping[str, Any]) -> None:
-    known = {_plain(key): key for key in (*SAMPLING_KEYS, *PROMPT_KEYS)}
+    known = (*SAMPLING_KEYS, *PROMPT_KEYS)
     for key in entry:
-        if key not in known.values() and _plain(key) in known:
-            raise RequestError(f"unknown key {key!r}; did you mean {known[_plain(key)]!r}?")
+        meant = next((other for other in known if _is_near(_plain(key), _plain(other))), None)
+        if key not in known and meant is not None:
+            raise RequestError(f"unknown key {key!r}; did you mean {meant!r}?")
+
+
+def _is_near(word: str, known: str) -> bool:
+    """Equal, or one letter added, left out, changed or swapped with its neighbour in a word of more than four."""
+    if word == known:
+        return True
+    if len(known) <= 4 or abs(len(word) - len(known)) > 1:
+        return False
+    begin = next((i for i, (a, b) in enumerate(zip(word, known, strict=False)) if a != b), len(known))
+    rest, other = word[begin:], known[begin:]
+    swapped = rest[:2] == other[1::-1] and rest[2:] == other[2:]
+    return swapped or rest[1:] == other[1:] or rest[1:] == other or rest == other[1:]
 
 
 def _plain(key: str) -> str:

@@ -12,6 +12,7 @@ from topology.explain import explain
 from topology.placement import Placement
 
 MIB = 2**20
+MAX_WIDTH = 2000  # characters of a line: nothing is ever folded
 
 
 def status_table(body: dict[str, Any]) -> str:
@@ -102,8 +103,11 @@ def _mib(num_bytes: int) -> str:
 
 
 def _text(table: Table) -> str:
-    """A table as wide as it needs, whatever the terminal, so that pipes and people see the same."""
-    console = Console(width=240, color_system=None, force_terminal=False)
+    """A table as wide as it needs, whatever the terminal, so that pipes and people see the same.
+
+    Cells are plain text: an address like [fe80::a:1] would else lose its `:a:` to an emoji.
+    """
+    console = Console(width=MAX_WIDTH, color_system=None, force_terminal=False, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

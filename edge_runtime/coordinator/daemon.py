@@ -9,12 +9,14 @@ import psutil
 from edge_runtime.clock import Clock
 from edge_runtime.coordinator import state as states
 from edge_runtime.coordinator.deploy import deploy_for
+from edge_runtime.coordinator.outbox import Outbox
 from edge_runtime.coordinator.route import HomeLoad, choose_home
 from edge_runtime.coordinator.status import status_body
 from edge_runtime.coordinator.streams import Delivery, Streams
 from edge_runtime.protocol import (
     Abort,
     Accepted,
+    BadMessage,
     Credit,
     Deployed,
     DeployFailed,
@@ -37,7 +39,7 @@ from edge_runtime.protocol import (
     Welcome,
     refuse_mismatch,
 )
-from edge_runtime.transport.endpoint import Server
+from edge_runtime.transport.endpoint import Sent, Server
 from edge_runtime.transport.keys import Keys
 from topology.cluster import DECODE, Cluster
 from topology.costs import ModelFootprint
@@ -47,6 +49,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 RETRY_S = 1.0
+PROBE_S = 1.0  # how often a client that takes nothing is looked for
+MAX_BACKLOG = 1000  # messages taken before time is looked at
 MAX_CLIENTS = 4096  # connections remembered; the oldest idle one must greet again
 
 
@@ -80,10 +84,14 @@ class CoordinatorDaemon:
             list(cluster.node_names), placement.epoch, cluster.heartbeat_s, cluster.lost_after_s
         )
         self._streams = Streams()
+        self._outbox = Outbox(
+            lambda client, message, call_id: self._server.send(client, message, call_id=call_id)
+        )
         self._node_of: dict[bytes, str] = {}  # connection -> node
         self._clients: dict[bytes, None] = {}  # greeted connections of clients
         self._started_s = clock.now()
         self._tick_at_s = 0.0
+        self._probe_at_s = 0.0
         self._stopping = False
 
     @property
@@ -102,12 +110,29 @@ class CoordinatorDaemon:
                 received = self._server.receive(TICK_S)
                 if received is not None:
                     self._take(*received)
-                now = self._clock.now()
-                if now >= self._tick_at_s:
-                    self._tick_at_s = now + TICK_S
-                    self._apply(states.Tick())
+                if self._clock.now() >= self._tick_at_s:
+                    self._tick()
         finally:
             self._shut_down()
+
+    def _tick(self) -> None:
+        # What waits is heard first: a coordinator that was held up must not take its own silence for the nodes'.
+        for _ in range(MAX_BACKLOG):
+            received = self._server.receive(0)
+            if received is None:
+                break
+            self._take(*received)
+        now = self._clock.now()
+        self._tick_at_s = now + TICK_S
+        self._apply(states.Tick())
+        for client in self._outbox.flush():
+            self._client_gone(client)
+        if now >= self._probe_at_s:
+            self._probe_at_s = now + PROBE_S
+            for client in self._streams.stalled_clients():
+                # A message that says nothing: only the attempt tells whether anybody is there.
+                if self._server.send(client, HeartbeatReply(0)) is Sent.UNREACHABLE:
+                    self._client_gone(client)
 
     # Messages.
 
@@ -120,7 +145,9 @@ class CoordinatorDaemon:
         elif peer in self._clients:
             self._take_from_client(peer, message, envelope.call_id)
         else:
-            refused = Refused("handshake", "the coordinator takes messages only after a Hello", 0.0)
+            request_id = getattr(message, "request_id", "")
+            detail = "the coordinator takes messages only after a Hello"
+            refused = Refused("handshake", detail, 0.0, request_id)
             self._server.send(peer, refused, call_id=envelope.call_id)
 
     def _greet(self, peer: bytes, hello: Hello, call_id: int) -> None:
@@ -162,15 +189,17 @@ class CoordinatorDaemon:
             case Deployed():
                 self._apply(states.ShareLoaded(name, message.epoch, message.weight_bytes))
             case DeployFailed(reason=reason):
-                self._apply(states.LoadFailed(name, reason))
+                self._apply(states.LoadFailed(name, message.epoch, reason))
             case Tokens():
-                if message.request_id not in self._streams:
-                    self._server.send(peer, Abort(message.request_id))  # its client is gone
+                if self._streams.node_of(message.request_id) != name:
+                    self._server.send(
+                        peer, Abort(message.request_id)
+                    )  # ended here; the node does not know yet
                 else:
                     self._deliver(self._streams.tokens(message))
             case Finished() | Failed():
-                for delivery in self._streams.end(message):
-                    self._deliver(delivery)
+                if self._streams.node_of(message.request_id) == name:
+                    self._deliver(self._streams.end(message))
             case Stopping(reason=reason):
                 self._apply(states.Left(name, reason))
                 self._node_of.pop(peer, None)
@@ -186,9 +215,11 @@ class CoordinatorDaemon:
             case Submit():
                 self._submit(peer, message, call_id)
             case Credit(request_id=request_id, count=count):
-                self._deliver(self._streams.grant(request_id, count))
+                if self._streams.client_of(request_id) == peer:
+                    self._deliver(self._streams.grant(request_id, count))
             case Abort(request_id=request_id):
-                self._abort(request_id)
+                if self._streams.client_of(request_id) == peer:
+                    self._abort(request_id)
             case StatusQuery():
                 body = status_body(
                     self._cluster,
@@ -204,7 +235,7 @@ class CoordinatorDaemon:
                     },
                     now=self._clock.now(),
                 )
-                self._server.send(peer, StatusReply(body), call_id=call_id)
+                self._outbox.send(peer, StatusReply(body), call_id)
             case _:
                 detail = f"the coordinator takes no {type(message).__name__} from a client"
                 self._server.send(peer, Refused("unexpected", detail), call_id=call_id)
@@ -218,23 +249,32 @@ class CoordinatorDaemon:
         if refused is None and home is None:
             detail = f"no node can answer now: waiting for {self._state.waiting_for()}"
             refused = Refused("not_ready", detail, RETRY_S, request_id)
+        if refused is None and home is not None:
+            refused = self._send_to(home, submit)
         if refused is not None or home is None:
-            self._server.send(peer, refused, call_id=call_id)
-            return
-        fields = {name: getattr(submit, name) for name in submit.__struct_fields__}
-        if not self._server.send(self._state.nodes[home].peer, Generate(**fields)):
-            detail = f"node {home} cannot be reached now"
-            self._server.send(peer, Refused("not_ready", detail, RETRY_S, request_id), call_id=call_id)
+            self._outbox.send(peer, refused, call_id)
             return
         self._streams.open(request_id, peer, home, submit.credit)
-        self._server.send(peer, Accepted(request_id, home), call_id=call_id)
+        if not self._outbox.send(peer, Accepted(request_id, home), call_id):
+            self._client_gone(peer)
+
+    def _send_to(self, home: str, submit: Submit) -> Refused | None:
+        """Hand a request to its home; the answer says why that did not work."""
+        fields = {name: getattr(submit, name) for name in submit.__struct_fields__}
+        try:
+            sent = self._server.send(self._state.nodes[home].peer, Generate(**fields))
+        except (BadMessage, RecursionError) as error:  # nested deeper than we would send ourselves
+            return Refused("request", f"the request cannot be passed on: {error}", None, submit.request_id)
+        if not sent:
+            return Refused("not_ready", f"node {home} cannot be reached now", RETRY_S, submit.request_id)
+        return None
 
     def _why_not(self, submit: Submit) -> Refused | None:
         if not submit.request_id:
             return Refused("request", "a request needs an id")
         if submit.request_id in self._streams:
             return Refused("request", f"request id {submit.request_id} is in use", None, submit.request_id)
-        never_ready = [r for r in self._state.nodes.values() if not r.serves and not r.weight_bytes]
+        never_ready = [r for r in self._state.nodes.values() if not r.serves and not r.has_served]
         if never_ready:  # a first placement is served once it is whole; after that, with what is left
             detail = f"the cluster is not ready: waiting for {self._state.waiting_for()}"
             return Refused("not_ready", detail, RETRY_S, submit.request_id)
@@ -253,15 +293,15 @@ class CoordinatorDaemon:
         if node is not None:
             self._server.send(self._state.nodes[node].peer, Abort(request_id))
 
-    def _deliver(self, delivery: Delivery | None) -> None:
-        if delivery is None:
-            return
-        if not self._server.send(delivery.client, delivery.message):
-            self._client_gone(delivery.client)
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            if not self._outbox.send(delivery.client, delivery.message):
+                self._client_gone(delivery.client)
 
     def _client_gone(self, client: bytes) -> None:
         """Nobody waits for these answers any more: their blocks are freed within a step."""
         self._clients.pop(client, None)
+        self._outbox.forget(client)
         for request_id in self._streams.of_client(client):
             log.info("request %s: its client is gone", request_id)
             self._abort(request_id)
@@ -290,8 +330,7 @@ class CoordinatorDaemon:
             case states.FailRequests(name, why):
                 for request_id in self._streams.of_node(name):
                     failed = Failed(request_id, "cluster", "node_lost", why, node=name)
-                    for delivery in self._streams.end(failed):
-                        self._deliver(delivery)
+                    self._deliver(self._streams.end(failed))
 
     def _send_share(self, name: str) -> None:
         record = self._state.nodes[name]
@@ -316,7 +355,7 @@ class CoordinatorDaemon:
         for record in self._state.nodes.values():
             for request_id in self._streams.of_node(record.name):
                 why = "the coordinator was stopped while the request was being answered"
-                for delivery in self._streams.end(Failed(request_id, "cluster", "stopping", why)):
-                    self._server.send(delivery.client, delivery.message)
+                self._deliver(self._streams.end(Failed(request_id, "cluster", "stopping", why)))
+        self._outbox.flush()
         self._clock.sleep(0.05)  # let the last messages leave: linger is 0
         self._server.close()

@@ -11,12 +11,13 @@ import msgspec
 from edge_runtime.protocol import NodeReport
 
 SUSPECT_AFTER_BEATS = 2.5  # one missed heartbeat changes nothing
+MAX_FAULT_CHARS = 1000  # of a node's own words: they travel on in messages of limited size
 
 Phase = Literal["absent", "loading", "ready", "suspect", "lost", "failed", "left"]
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
-    """One node of the topology file."""
+    """One node of the topology file. `has_served`: some process of that name was ready once."""
 
     name: str
     phase: Phase = "absent"
@@ -29,6 +30,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     weight_bytes: int = 0
     report: NodeReport | None = None
     fault: str = ""
+    has_served: bool = False
 
     @property
     def serves(self) -> bool:
@@ -94,6 +96,7 @@ class ShareLoaded(NamedTuple):
 
 class LoadFailed(NamedTuple):
     name: str
+    epoch: int
     reason: str
 
 
@@ -124,11 +127,11 @@ class RefuseJoin(NamedTuple):
 
 
 class AnnounceAlive(NamedTuple):
-    """Tell every serving node who serves."""
+    """Tell every serving node who serves. Said exactly when the set of serving nodes has changed."""
 
 
 class FailRequests(NamedTuple):
-    """The requests whose home this node was end here."""
+    """The requests whose home this node was end here. Said exactly when a node that served does so no more."""
 
     name: str
     why: str
@@ -150,43 +153,61 @@ def initial_state(node_names: list[str], epoch: int, heartbeat_s: float, lost_af
 
 def apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState, list[Command]]:
     """One step of the state machine. `now` is in monotonic seconds; nothing is changed in place."""
+    if not isinstance(event, Tick) and event.name not in state.nodes:
+        return state, [Note(f"{event.name} is no node of this cluster; what it says is ignored")]
+    after, commands = _apply(state, event, now)
+    if after.alive != state.alive:
+        commands.append(AnnounceAlive())
+    return after, commands
+
+
+def _apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState, list[Command]]:
     match event:
         case Joined():
             return _join(state, event, now)
+        case Tick():
+            return _tick(state, now)
+        case Left(name, reason):
+            return _gone(state, name, "left", reason[:MAX_FAULT_CHARS] or "stopped")
+    if state.nodes[event.name].phase in ("absent", "left"):
+        return state, []  # said before it left: whoever comes, greets
+    match event:
         case Beat(name, report):
-            return _beat(state, state.nodes[name], report, now)
+            return _heard(state, name, now, report=report)
         case Progressed(name, done, total):
-            return _replace(state, name, last_heard_s=now, bytes_done=done, bytes_total=total), []
+            return _heard(state, name, now, bytes_done=done, bytes_total=total)
         case ShareLoaded(name, epoch, weight_bytes):
             if epoch != state.epoch:
                 return state, [Note(f"{name} loaded epoch {epoch}, epoch {state.epoch} is wanted")]
-            state = _replace(
-                state, name, phase="ready", last_heard_s=now, weight_bytes=weight_bytes, fault=""
-            )
-            return state, [Note(f"{name} ready: {weight_bytes / 1e6:.1f} MB of weights"), AnnounceAlive()]
-        case LoadFailed(name, reason):
-            state = _replace(state, name, phase="failed", last_heard_s=now, fault=reason)
-            return state, [Note(f"{name} failed: {reason}")]
-        case Left(name, reason):
-            return _gone(state, name, "left", reason or "stopped")
-        case Tick():
-            return _tick(state, now)
+            loaded: dict[str, object] = {"phase": "ready", "weight_bytes": weight_bytes, "has_served": True}
+            state = _replace(state, name, last_heard_s=now, fault="", **loaded)
+            return state, [Note(f"{name} ready: {weight_bytes / 1e6:.1f} MB of weights")]
+        case LoadFailed(name, epoch, reason):
+            reason = reason[:MAX_FAULT_CHARS]
+            if epoch != state.epoch:
+                return state, [Note(f"{name} failed to load epoch {epoch}, which is not wanted: {reason}")]
+            commands: list[Command] = [Note(f"{name} failed: {reason}")]
+            if state.nodes[name].serves:
+                commands.append(FailRequests(name, f"node {name} failed while it was answering ({reason})"))
+            return _replace(state, name, phase="failed", last_heard_s=now, fault=reason), commands
 
 
 def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState, list[Command]]:
     known = state.nodes[event.name]
     commands: list[Command] = []
     returned = known.incarnation == event.incarnation
+    if returned and known.serves and known.peer == event.peer:  # it greeted twice; nothing broke
+        return _replace(state, event.name, last_heard_s=now), [SendShare(event.name)]
     if known.incarnation and not returned and known.phase not in ("lost", "left", "absent"):
         silence = now - known.last_heard_s
         if silence < SUSPECT_AFTER_BEATS * state.heartbeat_s:
             reason = f"a node {event.name} (pid {known.pid}) is already in the cluster; stop it first"
             return state, [RefuseJoin(event.peer, reason, SUSPECT_AFTER_BEATS * state.heartbeat_s)]
-        commands.append(FailRequests(event.name, f"node {event.name} was restarted while it was answering"))
-    elif returned and known.serves:
-        commands.append(
-            FailRequests(event.name, f"the connection to node {event.name} broke while it was answering")
+    if known.serves:
+        what = (
+            f"the connection to node {event.name} broke" if returned else f"node {event.name} was restarted"
         )
+        commands.append(FailRequests(event.name, f"{what} while it was answering"))
     state = _replace(
         state,
         event.name,
@@ -197,23 +218,26 @@ def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState,
         last_heard_s=now,
         bytes_done=0,
         bytes_total=0,
+        weight_bytes=known.weight_bytes if returned else 0,
         fault="",
     )
     word = "is back" if returned else "joined"
     return state, [*commands, Note(f"{event.name} {word} (pid {event.pid})"), SendShare(event.name)]
 
 
-def _beat(
-    state: ClusterState, known: NodeRecord, report: NodeReport, now: float
+def _heard(
+    state: ClusterState, name: str, now: float, **changes: object
 ) -> tuple[ClusterState, list[Command]]:
+    """A node gave a sign of life, with news of itself."""
     commands: list[Command] = []
-    phase = known.phase
+    phase = state.nodes[name].phase
     if phase == "suspect":
         phase = "ready"
     elif phase == "lost":  # it was frozen or cut off, not dead: see whether it still holds its share
         phase = "loading"
-        commands = [Note(f"{known.name} is heard again"), SendShare(known.name)]
-    return _replace(state, known.name, phase=phase, last_heard_s=now, report=report), commands
+        changes["fault"] = ""
+        commands = [Note(f"{name} is heard again"), SendShare(name)]
+    return _replace(state, name, phase=phase, last_heard_s=now, **changes), commands
 
 
 def _tick(state: ClusterState, now: float) -> tuple[ClusterState, list[Command]]:
@@ -233,11 +257,13 @@ def _tick(state: ClusterState, now: float) -> tuple[ClusterState, list[Command]]
 
 def _gone(state: ClusterState, name: str, phase: Phase, reason: str) -> tuple[ClusterState, list[Command]]:
     known = state.nodes[name]
-    if known.phase in ("lost", "left", "absent"):
-        return _replace(state, name, phase=phase), []
-    state = _replace(state, name, phase=phase, fault=reason)
-    why = f"node {name} {'left' if phase == 'left' else 'was lost'} ({reason}) while it was answering"
-    return state, [Note(f"{name} {phase}: {reason}"), FailRequests(name, why), AnnounceAlive()]
+    if known.phase in ("left", "absent"):
+        return state, []
+    commands: list[Command] = [Note(f"{name} {phase}: {reason}")]
+    if known.serves:
+        word = "left" if phase == "left" else "was lost"
+        commands.append(FailRequests(name, f"node {name} {word} ({reason}) while it was answering"))
+    return _replace(state, name, phase=phase, fault=reason), commands
 
 
 def _replace(state: ClusterState, name: str, **changes: object) -> ClusterState:

@@ -1,13 +1,18 @@
 """Running requests as the coordinator sees them: which client waits, which node answers, what may be sent now.
 
 Pure. A slow client never fills a queue: it has a window of messages, and what comes while the window is used up is
-merged into one message that waits.
+merged into few messages that wait.
 """
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from edge_runtime.protocol import Failed, Finished, Tokens
+
+MERGED_TOKENS = (
+    1024  # of one message at most; with 20 logprobs each that is a quarter of what a message may hold
+)
+MERGED_CHARS = 128 << 10
 
 
 class Delivery(NamedTuple):
@@ -27,17 +32,29 @@ class Stream:
     credit: int
     waiting: list[Tokens] = field(default_factory=list)
 
-    def merged(self) -> Tokens:
-        """All that waits, as one message."""
-        parts = self.waiting
-        logprobs = [entry for part in parts for entry in part.logprobs or ()]
-        return Tokens(
-            request_id=self.request_id,
-            index=parts[0].index,
-            token_ids=[token_id for part in parts for token_id in part.token_ids],
-            text="".join(part.text for part in parts),
-            logprobs=logprobs or None,
-        )
+    def next_message(self) -> Tokens:
+        """Take the oldest of what waits, with as much of what follows as fits in one message."""
+        waiting, num_tokens, num_chars, count = self.waiting, 0, 0, 0
+        for part in waiting:
+            num_tokens += len(part.token_ids)
+            num_chars += len(part.text)
+            if count and (num_tokens > MERGED_TOKENS or num_chars > MERGED_CHARS):
+                break
+            count += 1
+        parts, self.waiting = waiting[:count], waiting[count:]
+        return parts[0] if count == 1 else _merged(parts)
+
+
+def _merged(parts: list[Tokens]) -> Tokens:
+    """Consecutive messages of one request as one."""
+    logprobs = [entry for part in parts for entry in part.logprobs or ()]
+    return Tokens(
+        request_id=parts[0].request_id,
+        index=parts[0].index,
+        token_ids=[token_id for part in parts for token_id in part.token_ids],
+        text="".join(part.text for part in parts),
+        logprobs=logprobs or None,
+    )
 
 
 class Streams:
@@ -69,24 +86,28 @@ class Streams:
         stream = self._streams.get(request_id)
         return stream.node if stream else None
 
-    def tokens(self, message: Tokens) -> Delivery | None:
-        """Tokens came from the node: what goes to the client now. None if nothing, or if the request is unknown."""
+    def client_of(self, request_id: str) -> bytes | None:
+        stream = self._streams.get(request_id)
+        return stream.client if stream else None
+
+    def tokens(self, message: Tokens) -> list[Delivery]:
+        """Tokens came from the node: what goes to the client now. Nothing if the request is unknown."""
         stream = self._streams.get(message.request_id)
         if stream is None:
-            return None
+            return []
         stream.waiting.append(message)
-        return self._release(stream)
+        return _release(stream)
 
-    def grant(self, request_id: str, count: int) -> Delivery | None:
+    def grant(self, request_id: str, count: int) -> list[Delivery]:
         """The client takes `count` more messages."""
         stream = self._streams.get(request_id)
         if stream is None:
-            return None
+            return []
         stream.credit += count
-        return self._release(stream)
+        return _release(stream)
 
     def end(self, message: Finished | Failed) -> list[Delivery]:
-        """The request ended: what waits goes first, then the end, whatever the window says (two messages at most)."""
+        """The request ended: what waits goes first, then the end, whatever the window says."""
         stream = self._streams.pop(message.request_id, None)
         if stream is None:
             return []
@@ -95,7 +116,9 @@ class Streams:
             self.num_failed += 1
         else:
             self.num_finished += 1
-        deliveries = [Delivery(stream.client, stream.merged())] if stream.waiting else []
+        deliveries = []
+        while stream.waiting:
+            deliveries.append(Delivery(stream.client, stream.next_message()))
         return [*deliveries, Delivery(stream.client, message)]
 
     def of_node(self, node: str) -> list[str]:
@@ -106,10 +129,14 @@ class Streams:
         """Requests that client waits for."""
         return [stream.request_id for stream in self._streams.values() if stream.client == client]
 
-    def _release(self, stream: Stream) -> Delivery | None:
-        if not stream.waiting or stream.credit < 1:
-            return None
+    def stalled_clients(self) -> set[bytes]:
+        """Clients to whom nothing can be sent until they grant more: nothing else would tell that they are gone."""
+        return {stream.client for stream in self._streams.values() if stream.credit < 1}
+
+
+def _release(stream: Stream) -> list[Delivery]:
+    deliveries = []
+    while stream.waiting and stream.credit > 0:
         stream.credit -= 1
-        message = stream.merged() if len(stream.waiting) > 1 else stream.waiting[0]
-        stream.waiting.clear()
-        return Delivery(stream.client, message)
+        deliveries.append(Delivery(stream.client, stream.next_message()))
+    return deliveries

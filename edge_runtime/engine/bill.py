@@ -3,7 +3,17 @@
 Pure arithmetic on arrays. Knows hosts as indices, host 0 being the home itself.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
+
+
+class Account(NamedTuple):
+    """What one request cost: served [2, N] float64, gate weight and slots by host; host 0 is the home."""
+
+    served: np.ndarray
+    host_names: list[str]
 
 
 class ServedWeight:
@@ -31,7 +41,10 @@ class ServedWeight:
         self._step[1] += np.bincount(index, minlength=self._step.shape[1])
 
     def add_local_layers(self, num_layers: int, num_slots: int) -> None:
-        """Count `num_layers` MoE layers that the home served alone: weight 1 and `num_slots` slots per row and layer."""
+        """Count `num_layers` MoE layers that the home served alone: weight 1 and `num_slots` slots per row and layer.
+
+        For gates whose weights sum to 1, in place of one `add_layer` each.
+        """
         rows = np.bincount(self._base.ravel(), minlength=self._step.shape[1])
         self._step[0] += rows * num_layers
         self._step[1] += rows * (num_layers * num_slots)
@@ -51,16 +64,30 @@ class ServedWeight:
         booked = self._by_request.pop(request_id, None)
         return booked if booked is not None else np.zeros((2, self.num_hosts))
 
+    def __len__(self) -> int:
+        """Accounts that are open."""
+        return len(self._by_request)
 
-def bill_of(served: np.ndarray, host_names: list[str]) -> tuple[dict[str, float], dict[str, int]]:
+
+def joined_accounts(accounts: Sequence[Account]) -> Account:
+    """One account of several of one request, hosts put together by name; the first one's home is the home."""
+    names = list(dict.fromkeys(name for account in accounts for name in account.host_names))
+    served = np.zeros((2, len(names)))
+    for account in accounts:
+        for index, name in enumerate(account.host_names):
+            served[:, names.index(name)] += account.served[:, index]
+    return Account(served, names)
+
+
+def bill_of(account: Account) -> tuple[dict[str, float], dict[str, int]]:
     """Turn an account into the bill of an answer and the slots by node.
 
-    served [2, N] float64 as `ServedWeight.take` gives it, host 0 the home.
-    The shares are of gate weight and sum to 1 when every slot was served; nothing approximate exists yet, so
-    `substituted`, `deferred` and `dropped` are 0 and no budget is spent.
+    The shares are of the gate weight that was served and sum to 1, or are all 0 if nothing was; nothing
+    approximate exists yet, so `substituted`, `deferred` and `dropped` are 0 and no budget is spent.
     """
-    total = float(served[0].sum())
-    here = float(served[0][0]) / total if total else 0.0
+    weight, num_slots = account.served
+    total = float(weight.sum())
+    here = float(weight[0]) / total if total else 0.0
     bill = {
         "exact_here": here,
         "exact_elsewhere": 1.0 - here if total else 0.0,
@@ -69,5 +96,5 @@ def bill_of(served: np.ndarray, host_names: list[str]) -> tuple[dict[str, float]
         "dropped": 0.0,
         "budget_spent": 0.0,
     }
-    slots = {name: int(count) for name, count in zip(host_names, served[1], strict=True) if count}
+    slots = {name: int(count) for name, count in zip(account.host_names, num_slots, strict=True) if count}
     return bill, slots

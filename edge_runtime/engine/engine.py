@@ -14,7 +14,7 @@ from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import bill_of
 from edge_runtime.engine.plan import Finished
 from edge_runtime.engine.request import FinishReason, Request
-from edge_runtime.engine.runner import Runner
+from edge_runtime.engine.runner import Stage
 from edge_runtime.engine.scheduler import Scheduler
 from edge_runtime.errors import EdgeError, UserError
 from edge_runtime.model.sampling import Sampler, TokenLogprobs
@@ -52,9 +52,17 @@ class Ended(NamedTuple):
 
 
 class Engine:
-    """Steps over the requests it was given. Not thread-safe: one thread calls everything."""
+    """Steps over the requests it was given. Not thread-safe: one thread calls everything.
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, sampler: Sampler, clock: Clock) -> None:
+    runner  all layers of the model: one Runner, or several in a StagedRunner
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Stage, sampler: Sampler, clock: Clock) -> None:
+        if (runner.first_layer, runner.last_layer) != (0, runner.num_layers):
+            raise ValueError(
+                f"an engine samples, so it runs all {runner.num_layers} layers, not "
+                f"[{runner.first_layer}, {runner.last_layer})"
+            )
         self.scheduler = scheduler
         self.runner = runner
         self.sampler = sampler
@@ -84,10 +92,12 @@ class Engine:
         if plan is None:
             return []
         result = self.runner.run(plan)
+        times.steps += 1
+        times.rows_computed += plan.num_rows
 
         began = now()
         sampling = [piece.request for piece in plan.slices if piece.samples]
-        sampled = self.sampler.sample(result.logits, sampling) if sampling else None
+        sampled = self.sampler.sample(result.logits, sampling) if result.logits is not None else None
         failed = dict(result.failed)
         tokens: dict[str, int] = {}
         logprobs: Sequence[TokenLogprobs | None] = ()
@@ -125,7 +135,7 @@ class Engine:
 
     def _ended(self, finished: Finished, token_id: int | None, logprobs: TokenLogprobs | None) -> Output:
         request = finished.request
-        bill, slots = bill_of(self.runner.served.take(request.request_id), self.runner.port.host_names)
+        bill, slots = bill_of(self.runner.take_account(request.request_id))
         ended = Ended(request, finished.reason, finished.error, self.clock.now(), bill=bill, slots=slots)
         return Output(request.request_id, token_id, logprobs, ended)
 

@@ -1,9 +1,12 @@
-"""Runs one step plan: rows to tensors, attention and MoE segments in turn, logits of the rows that sample.
+"""Runs one step plan over a range of layers: rows to tensors, attention and MoE segments in turn, and at the end of the
+model logits of the rows that sample. Ranges that adjoin can be put together.
 
 Knows the model's arithmetic and the ExpertPort; knows no socket, no scheduler and no text.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime.clock import Clock
-from edge_runtime.engine.bill import ServedWeight
+from edge_runtime.engine.bill import Account, ServedWeight, joined_accounts
 from edge_runtime.engine.plan import StepPlan
 from edge_runtime.engine.request_table import RequestTable, StepRows
 from edge_runtime.model.decoder import AttentionBatch, Decoder
@@ -45,10 +48,36 @@ class StepTimes:
 
 
 class StepResult(NamedTuple):
-    """What a step produced. S slices of the plan, V vocabulary."""
+    """What a step produced. T rows, D width, V vocabulary; views of buffers that the next step overwrites."""
 
-    logits: Tensor  # [samples, V] float32, in slice order of those that sample
+    logits: Tensor | None  # [samples, V] float32, in slice order of those that sample; None if there are none
+    hidden: Tensor | None  # [T, D] float32 for the stage after this one; None after the last layer
     failed: dict[str, str]  # request id -> why, for requests whose experts did not come
+
+
+class Stage(Protocol):
+    """Whoever runs adjoining layers [first_layer, last_layer) for the steps of an engine."""
+
+    times: StepTimes
+
+    @property
+    def first_layer(self) -> int: ...
+
+    @property
+    def last_layer(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+
+    def run(self, plan: StepPlan, hidden: Tensor | None = None) -> StepResult:
+        """Compute every row of the plan.
+
+        hidden  [T, D] float32, what the stage before gave, changed in place; None where layer 0 is here
+        """
+
+    def take_account(self, request_id: str) -> Account:
+        """Close a request's account: where its gate weight was served by this stage."""
 
 
 @dataclass
@@ -67,10 +96,26 @@ class Runner:
     times: StepTimes = field(default_factory=StepTimes)
 
     def __post_init__(self) -> None:
-        self.served = ServedWeight(len(self.port.host_names))
+        self._served = ServedWeight(len(self.port.host_names))
+        self._weight_is_one = {
+            index: layer.gate is not None and layer.gate.renormalise
+            for index, layer in enumerate(self.decoder.spec.layers)
+        }
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute every row of the plan: keys and values are in their blocks afterwards."""
+    @property
+    def first_layer(self) -> int:
+        return self.decoder.first_layer
+
+    @property
+    def last_layer(self) -> int:
+        return self.decoder.last_layer
+
+    @property
+    def num_layers(self) -> int:
+        return self.decoder.spec.num_layers
+
+    def run(self, plan: StepPlan, hidden: Tensor | None = None) -> StepResult:
+        """See Stage: keys and values of every row are in their blocks afterwards."""
         times, now = self.times, self.clock.now
         began = now()
         rows = self.table.rows(plan)
@@ -80,45 +125,83 @@ class Runner:
             row_request=rows.row_request,
             block_tables=rows.block_tables,
         )
-        self.served.begin_step(rows.row_request.numpy(), len(plan.slices))
+        self._served.begin_step(rows.row_request.numpy(), len(plan.slices))
         times.rows += now() - began
 
-        hidden = self.decoder.embed(rows.token_ids)
+        if self.first_layer == 0:
+            assert hidden is None, "layer 0 starts from token ids, not from another stage's rows"
+            hidden = self.decoder.embed(rows.token_ids)
+        shape = (plan.num_rows, self.decoder.spec.width)
+        assert hidden is not None and hidden.shape == shape, f"layer {self.first_layer} needs rows of {shape}"
         failed: dict[int, str] = {}
         self.port.begin_step()
         local_layers, num_slots = 0, 0
-        for layer in range(self.decoder.first_layer, self.decoder.last_layer):
+        for layer in range(self.first_layer, self.last_layer):
             began = now()
             x, expert_ids, gate_weights = self.decoder.attention_segment(layer, hidden, batch)
             attended = now()
             missing = self.decoder.moe_segment(layer, hidden, x, expert_ids, gate_weights, self.port)
             times.attention += attended - began
             times.experts += now() - attended
-            if expert_ids is None:  # a dense layer
+            if expert_ids is None or gate_weights is None:  # a dense layer
                 continue
             num_slots = expert_ids.shape[1]
             hosts = self.port.hosts_of(layer, expert_ids)
-            if hosts is None:
+            if hosts is None and self._weight_is_one[layer]:
                 local_layers += 1
             else:
-                self.served.add_layer(hosts, gate_weights.numpy())
+                served_by = np.zeros(expert_ids.shape, dtype=np.int32) if hosts is None else hosts
+                self._served.add_layer(served_by, gate_weights.numpy())
             if missing is not None:
                 requests = rows.row_request[missing.slots // num_slots]
                 for index in torch.unique(requests).tolist():
                     failed.setdefault(index, missing.why)
-        self.served.add_local_layers(local_layers, num_slots)
-        self.served.end_step([piece.request.request_id for piece in plan.slices])
+        self._served.add_local_layers(local_layers, num_slots)
+        self._served.end_step([piece.request.request_id for piece in plan.slices])
 
         began = now()
-        logits = self._head(hidden, rows)
+        is_last = self.last_layer == self.num_layers
+        logits = self._head(hidden, rows) if is_last and len(rows.sampled_rows) else None
         times.head += now() - began
-        times.steps += 1
-        times.rows_computed += plan.num_rows
-        return StepResult(
-            logits, {plan.slices[index].request.request_id: why for index, why in failed.items()}
-        )
+        why_of = {plan.slices[index].request.request_id: why for index, why in failed.items()}
+        return StepResult(logits, None if is_last else hidden, why_of)
+
+    def take_account(self, request_id: str) -> Account:
+        """See Stage."""
+        return Account(self._served.take(request_id), self.port.host_names)
 
     def _head(self, hidden: Tensor, rows: StepRows) -> Tensor:
         if len(rows.sampled_rows) == hidden.shape[0]:
             return self.decoder.head(hidden)
         return self.decoder.head(hidden[torch.from_numpy(rows.sampled_rows)])
+
+
+class StagedRunner:
+    """Stages that adjoin, as if they were one: rows go from each to the next, and the last one's logits come out."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        for stage, following in pairwise(stages):
+            if stage.last_layer != following.first_layer:
+                raise ValueError(
+                    f"a stage ends before layer {stage.last_layer} and the next begins at {following.first_layer}"
+                )
+        self._stages = list(stages)
+        self.first_layer = stages[0].first_layer
+        self.last_layer = stages[-1].last_layer
+        self.num_layers = stages[0].num_layers
+        self.times = StepTimes()
+        for stage in stages:
+            stage.times = self.times
+
+    def run(self, plan: StepPlan, hidden: Tensor | None = None) -> StepResult:
+        """See Stage. A request that fails in several stages is told of the first."""
+        logits: Tensor | None = None
+        failed: dict[str, str] = {}
+        for stage in self._stages:
+            logits, hidden, why_of = stage.run(plan, hidden)
+            failed = why_of | failed
+        return StepResult(logits, hidden, failed)
+
+    def take_account(self, request_id: str) -> Account:
+        """See Stage. The first stage's node is the home; hosts are put together by name."""
+        return joined_accounts([stage.take_account(request_id) for stage in self._stages])
