@@ -55,11 +55,10 @@ combine = _native.combine
 
 
 def dispatch(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int) -> Dispatched | Literal[False]:
-    buffer = torch.empty(3 * expert_ids.numel() + 2 * (num_hosts + 1), dtype=torch.int32)
-    counts = _native.dispatch(expert_ids, host_of_expert, num_hosts, buffer)
-    if counts is None:
+    buffer = torch.empty(3 * expert_ids.numel(), dtype=torch.int32)
+    grouped = _native.dispatch(expert_ids, host_of_expert, num_hosts, buffer)
+    if grouped is None:
         return False
-    num_pairs, num_rows = counts
-    used = 2 * num_pairs + num_rows + 2 * (num_hosts + 1)
-    sizes = (num_pairs, num_hosts + 1, num_rows, num_hosts + 1, num_pairs, len(buffer) - used)
-    return Dispatched(*buffer.split_with_sizes(sizes)[:5])
+    num_pairs, num_rows, offsets, row_offsets = grouped
+    end = num_pairs + num_rows
+    return Dispatched(buffer[:num_pairs], offsets, buffer[num_pairs:end], row_offsets, buffer[end : end + num_pairs])

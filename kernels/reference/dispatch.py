@@ -2,20 +2,22 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
 class Dispatched(NamedTuple):
-    """Pairs (token, column) of a step, grouped by host. All int32; rows of host n are rows[row_offsets[n]:...]."""
+    """Pairs (token, column) of a step, grouped by host. All int32; the offsets in numpy, since only Python reads them."""
 
     pairs: Tensor
     """[R] flat index t * K + j, grouped by host, in order within one."""
-    offsets: Tensor
+    offsets: NDArray[np.int32]
     """[num_hosts + 1] where each host's pairs begin."""
     rows: Tensor
     """[sum of unique rows] the tokens each host needs, once each, ascending within one."""
-    row_offsets: Tensor
+    row_offsets: NDArray[np.int32]
     """[num_hosts + 1] where each host's rows begin."""
     pair_rows: Tensor
     """[R] index of each pair's token among its host's rows."""
@@ -52,5 +54,9 @@ def dispatch(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int) -> Disp
         offsets.append(len(pairs))
         row_offsets.append(len(rows))
     return Dispatched(
-        *(torch.tensor(x, dtype=torch.int32) for x in (pairs, offsets, rows, row_offsets, pair_rows))
+        torch.tensor(pairs, dtype=torch.int32),
+        np.array(offsets, dtype=np.int32),
+        torch.tensor(rows, dtype=torch.int32),
+        np.array(row_offsets, dtype=np.int32),
+        torch.tensor(pair_rows, dtype=torch.int32),
     )

@@ -24,4 +24,10 @@ def dispatch(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int) -> Disp
     offsets = torch.searchsorted(host[pairs], edges)
     row_offsets = torch.searchsorted(row_host, edges)
     pair_rows = place - row_offsets[host[pairs]]
-    return Dispatched(*(x.int() for x in (pairs, offsets, rows - row_host * T, row_offsets, pair_rows)))
+    return Dispatched(
+        pairs.int(),
+        offsets.int().numpy(),
+        (rows - row_host * T).int(),
+        row_offsets.int().numpy(),
+        pair_rows.int(),
+    )

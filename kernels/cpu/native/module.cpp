@@ -3,6 +3,7 @@
 // Says yes or no to shapes and dtypes; which argument is at fault is for kernels/ops.py to say. What only the values tell
 // (ids, slots, positions that point nowhere) is an error from here.
 #include <pybind11/pybind11.h>
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -272,15 +273,15 @@ bool call_combine(py::handle expert_out_, py::handle slots_, py::handle weights_
     return true;
 }
 
-// Fills `buffer` (int32, room for 3 * T * K + 2 * (num_hosts + 1)) with pairs [R], offsets [num_hosts + 1], rows [U],
-// row_offsets [num_hosts + 1], pair_rows [R], one after another. Returns (R, U), or None if an argument does not fit.
+// Fills `buffer` (int32, room for 3 * T * K) with pairs [R], rows [U], pair_rows [R], one after another. Returns
+// (R, U, offsets, row_offsets), or None if an argument does not fit.
 py::object call_dispatch(py::handle expert_ids_, py::handle host_of_expert_, int64_t num_hosts, py::handle buffer_) {
     Argument expert_ids, host_of_expert, buffer;
     if (!read(expert_ids_, expert_ids) || !read(host_of_expert_, host_of_expert) || !read(buffer_, buffer) ||
         !expert_ids.is_dense(INT32, 2) || !host_of_expert.is_dense(INT32, 1) || !buffer.is_dense(INT32, 1))
         return py::none();
     const int64_t T = expert_ids.shape[0], K = expert_ids.shape[1], E = host_of_expert.shape[0];
-    if (num_hosts < 0 || buffer.shape[0] < 3 * T * K + 2 * (num_hosts + 1)) return py::none();
+    if (num_hosts < 0 || buffer.shape[0] < 3 * T * K) return py::none();
     const int32_t *ids = expert_ids.ints(), *hosts = host_of_expert.ints();
     check_range("expert_ids", ids, T * K, 0, E);
     check_range("host_of_expert", hosts, E, -1, num_hosts);
@@ -303,10 +304,10 @@ py::object call_dispatch(py::handle expert_ids_, py::handle host_of_expert_, int
     }
     const int64_t R = next[num_hosts], U = next_row[num_hosts];
     int32_t* pairs = buffer.ints();
-    int32_t* offsets = pairs + R;
-    int32_t* rows = offsets + num_hosts + 1;
-    int32_t* row_offsets = rows + U;
-    int32_t* pair_rows = row_offsets + num_hosts + 1;
+    int32_t* rows = pairs + R;
+    int32_t* pair_rows = rows + U;
+    py::array_t<int32_t> offsets_array(num_hosts + 1), row_offsets_array(num_hosts + 1);
+    int32_t *offsets = offsets_array.mutable_data(), *row_offsets = row_offsets_array.mutable_data();
     for (int64_t n = 0; n <= num_hosts; ++n) {
         offsets[n] = static_cast<int32_t>(next[n]);
         row_offsets[n] = static_cast<int32_t>(next_row[n]);
@@ -322,7 +323,7 @@ py::object call_dispatch(py::handle expert_ids_, py::handle host_of_expert_, int
             pair_rows[next[host]] = static_cast<int32_t>(next_row[host] - 1 - row_offsets[host]);
             pairs[next[host]++] = static_cast<int32_t>(t * K + j);
         }
-    return py::make_tuple(R, U);
+    return py::make_tuple(R, U, std::move(offsets_array), std::move(row_offsets_array));
 }
 
 void call_exp(Address x, int64_t n, Address out) { active->exp(at<float>(x), n, at<float>(out)); }
