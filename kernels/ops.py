@@ -369,7 +369,9 @@ def grouped_ffn(
         if rows.shape[0] == 0:
             return out
         if backend is None:
-            raise IndexError(f"expert_ids: asks for expert {int(expert_ids[0])}, but none is resident in this bank")
+            raise IndexError(
+                f"expert_ids: asks for expert {int(expert_ids[0])}, but none is resident in this bank"
+            )
     if backend.grouped_ffn(x, rows, expert_ids, bank.handle, out) is False:
         _check_grouped_ffn(x, rows, expert_ids, bank, out)
         raise _declined("grouped_ffn")

@@ -61,4 +61,6 @@ def dispatch(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int) -> Disp
         return False
     num_pairs, num_rows, offsets, row_offsets = grouped
     end = num_pairs + num_rows
-    return Dispatched(buffer[:num_pairs], offsets, buffer[num_pairs:end], row_offsets, buffer[end : end + num_pairs])
+    return Dispatched(
+        buffer[:num_pairs], offsets, buffer[num_pairs:end], row_offsets, buffer[end : end + num_pairs]
+    )

@@ -141,9 +141,11 @@ inline int64_t part_begin(int64_t n, int64_t parts, int64_t part) { return n * p
 inline int64_t parts_of(int64_t n, int64_t most) { return (n + most - 1) / most; }
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// out[i][0..N) (=|+=) x[i] W^T for rows given by pointers. Panels outside, rows inside: weights are read once.
+// out[i][0..N) (=|+=) x[i] W^T for rows given by pointers. Panels outside, rows inside: weights are read once. `then` is
+// what will be read next, null if nothing is known.
 template <class W>
-void dot_rows_by_pointer(const Panels& w, const float* const* x, float* const* out, int64_t T, bool add) {
+void dot_rows_by_pointer(const Panels& w, const float* const* x, float* const* out, int64_t T, bool add,
+                         const char* then) {
     const int64_t panels = parts_of(w.num_outputs, 16);
     const int64_t row_tiles = parts_of(T, MAX_ROWS);
     const int widest = panels_for((int)parts_of(T, row_tiles));
@@ -155,7 +157,7 @@ void dot_rows_by_pointer(const Panels& w, const float* const* x, float* const* o
         const int64_t p0 = part_begin(panels, groups, g), p1 = part_begin(panels, groups, g + 1);
         for (int64_t p = p0; p < p1; ++p) tile.w[p - p0] = w.data + p * w.panel_bytes;
         tile.last_lanes = (int)at_most(16, w.num_outputs - 16 * (p1 - 1));
-        tile.ahead = g + 1 < groups ? (p1 - p0) * w.panel_bytes : 0;
+        tile.ahead = g + 1 < groups ? (p1 - p0) * w.panel_bytes : then ? then - tile.w[0] : 0;
         for (int64_t t = 0; t < row_tiles; ++t) {
             const int64_t r0 = part_begin(T, row_tiles, t), r1 = part_begin(T, row_tiles, t + 1);
             for (int64_t r = r0; r < r1; ++r) {
@@ -168,11 +170,12 @@ void dot_rows_by_pointer(const Panels& w, const float* const* x, float* const* o
     }
 }
 
-void rows_by_pointer(const Panels& w, const float* const* x, float* const* out, int64_t T, bool add) {
+void rows_by_pointer(const Panels& w, const float* const* x, float* const* out, int64_t T, bool add,
+                     const char* then) {
     switch (w.format) {
-        case BF16: dot_rows_by_pointer<Bf16Weights>(w, x, out, T, add); break;
-        case F16: dot_rows_by_pointer<F16Weights>(w, x, out, T, add); break;
-        case F32: dot_rows_by_pointer<F32Weights>(w, x, out, T, add); break;
+        case BF16: dot_rows_by_pointer<Bf16Weights>(w, x, out, T, add, then); break;
+        case F16: dot_rows_by_pointer<F16Weights>(w, x, out, T, add, then); break;
+        case F32: dot_rows_by_pointer<F32Weights>(w, x, out, T, add, then); break;
     }
 }
 
@@ -189,6 +192,6 @@ void linear(const Panels& w, const float* x, int64_t x_stride, int64_t T, float*
             xs[i] = x + (t + i) * x_stride;
             outs[i] = out + (t + i) * out_stride;
         }
-        rows_by_pointer(w, xs, outs, n, add);
+        rows_by_pointer(w, xs, outs, n, add, nullptr);
     }
 }

@@ -68,6 +68,7 @@ void grouped_ffn(const ExpertCall& call) {
     for (int64_t g = 0; g < call.groups; ++g) {
         const Expert& expert = *call.experts[g];
         const int64_t wide = expert.gate_up.num_outputs;
+        const char* next = g + 1 < call.groups ? call.experts[g + 1]->gate_up.data : nullptr;
         for (int64_t r = call.offsets[g]; r < call.offsets[g + 1]; r += MOST) {
             const int64_t n = at_most(MOST, call.offsets[g + 1] - r);
             float* inner = (float*)scratch(INNER, (size_t)(n * wide) * sizeof(float));
@@ -79,9 +80,9 @@ void grouped_ffn(const ExpertCall& call) {
                 hs[i] = inner + i * wide;
                 outs[i] = call.out + call.out_rows[r + i] * call.out_stride;
             }
-            rows_by_pointer(expert.gate_up, xs, hs, n, false);
+            rows_by_pointer(expert.gate_up, xs, hs, n, false, expert.down.data);
             swiglu(inner, n, wide / 2);
-            rows_by_pointer(expert.down, (const float* const*)hs, outs, n, false);
+            rows_by_pointer(expert.down, (const float* const*)hs, outs, n, false, next);
         }
     }
 }

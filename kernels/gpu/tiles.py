@@ -1,0 +1,129 @@
+"""Which chip runs, what it can hold, and the tile sizes for it. Knows sizes and chips, no kernel.
+
+No size here has been measured: no GPU was at hand. Each was chosen from the arithmetic beside it and from what the
+compiler says about registers and shared memory (the table in kernels/README.md). `python -m testbed.gpu_check` prints
+the times that are missing.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+SHARED_BYTES = {
+    # What one program may hold. sm_89 stands for its consumer relatives (sm_86, sm_120) too.
+    "sm_80": 163 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "gfx942": 64 << 10,
+}
+TARGETS = tuple(SHARED_BYTES)
+
+# Formats whose codes are two to a byte, and how many columns one block of 32 such bytes covers.
+NIBBLE_FORMATS = ("int4", "mxfp4")
+NIBBLE_BLOCK = 64
+
+
+class Tile(NamedTuple):
+    """One program of a matrix product: rows x outputs x columns of a step, and how it is compiled."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+# Few rows: weights stream once, so what counts is bytes in flight. A step of 128 columns is 256 bytes of every weight
+# row in bfloat16, two full lines; 4 stages of (16 + 64) x 128 x 2 = 20 KB leave room for a second program per
+# multiprocessor on sm_80 and sm_90. sm_89 and gfx942 hold less: fewer stages. 4 warps share the outputs, 16 each.
+FEW = {
+    "sm_80": Tile(16, 64, 128, 4, 4),
+    "sm_89": Tile(16, 64, 128, 4, 4),
+    "sm_90": Tile(16, 64, 128, 4, 5),
+    "sm_100": Tile(16, 64, 128, 4, 5),
+    "gfx942": Tile(16, 64, 128, 4, 2),
+}
+
+# More rows, same bits as FEW: on sm_80 and sm_89 there is one matrix instruction (m16n8k16) whatever the tile, so the
+# tile may be large. From sm_90 on 64 rows and 4 warps would switch to wgmma or tcgen05, which sum in another order, so
+# rows stay at 32. gfx942: 16 x 16 instructions everywhere (see INSTRUCTION).
+MORE = {
+    "sm_80": Tile(64, 64, 64, 4, 3),
+    "sm_89": Tile(64, 64, 64, 4, 3),
+    "sm_90": Tile(32, 128, 64, 4, 4),
+    "sm_100": Tile(32, 128, 64, 4, 4),
+    "gfx942": Tile(64, 64, 64, 4, 2),
+}
+
+# A prompt by itself, bits of its own: 2 x 128 x 128 products per (128 + 128) x 64 values read; wgmma and tcgen05 from
+# sm_90 on. 8 warps hold two 128 x 128 accumulators (gate and up) in 128 registers of each thread.
+PROMPT = {
+    "sm_80": Tile(128, 64, 64, 8, 3),
+    "sm_89": Tile(128, 64, 32, 8, 3),
+    "sm_90": Tile(128, 128, 64, 8, 3),
+    "sm_100": Tile(128, 128, 64, 8, 3),
+    "gfx942": Tile(128, 64, 32, 8, 2),
+}
+
+# HIP only: one size of matrix instruction for every tile, so that rows do not depend on the tile they are in.
+INSTRUCTION = {"matrix_instr_nonkdim": 16}
+
+# Tokens that one program of decode attention reads. Constant: a row's splits depend on its position alone. 256 gives a
+# single stream at 4096 tokens and 8 kv heads 128 programs, about one per multiprocessor.
+SPLIT_TOKENS = 256
+
+
+@functools.cache
+def _chip(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return "gfx942"
+    major, minor = properties.major, properties.minor
+    if major == 8:
+        return "sm_80" if minor in (0, 7) else "sm_89"
+    return {9: "sm_90", 10: "sm_100", 11: "sm_100"}.get(major, "sm_89")
+
+
+def target(device: torch.device) -> str:
+    """The chip whose tiles serve tensors of this device; the interpreter takes those of sm_80."""
+    if device.type == "cpu":
+        return "sm_80"
+    return _chip(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def product_tile(chip: str, M: int, format: str, *, pair: bool, prompt: bool) -> Tile:
+    """The tile for M rows (of one weight): few, more, or a prompt's; `pair` sums gate and up side by side.
+
+    Only `prompt` changes bits; M does not.
+    """
+    tile = (PROMPT if prompt else FEW if M <= 16 else MORE)[chip]
+    if pair:
+        tile = tile._replace(BLOCK_N=max(32, tile.BLOCK_N // 2) if not prompt else tile.BLOCK_N)
+    if format in NIBBLE_FORMATS:
+        tile = tile._replace(BLOCK_K=NIBBLE_BLOCK)  # one block of codes, whose two scales are one vector each
+    elif format == "float32":
+        # Twice the bytes, and no matrix instruction keeps all of float32: plain multiply-adds, small tiles.
+        tile = tile._replace(BLOCK_M=min(tile.BLOCK_M, 32), BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)
+    return tile
+
+
+def launch_options(chip: str, num_warps: int, num_stages: int) -> dict[str, int]:
+    """Keyword arguments of a launch that multiplies matrices."""
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return options | INSTRUCTION if chip.startswith("gfx") and not INTERPRETED else options
+
+
+def operand_dtype(dtype: torch.dtype) -> tl.dtype:
+    """What both sides of a product are rounded to. The interpreter holds bfloat16 wrongly, so it gets float32."""
+    if INTERPRETED:
+        return tl.float32
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32)
