@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -152,11 +153,7 @@ def _round(
     began = min(moments[0] for moments in arrivals.values())
     ended = max(moments[-1] for moments in arrivals.values())
     num_tokens = sum(len(answer.token_ids) for answer in answers) - len(answers)
-    gaps = [
-        later - sooner
-        for moments in arrivals.values()
-        for sooner, later in zip(moments, moments[1:], strict=False)
-    ]
+    gaps = [later - sooner for moments in arrivals.values() for sooner, later in pairwise(moments)]
     return num_tokens / (ended - began), first, gaps
 
 
