@@ -75,7 +75,7 @@ class Engine:
 
     def abort(self, request_id: str) -> Output | None:
         """End a request now and free its blocks; None if it is not here (it may have ended by itself)."""
-        finished = self.scheduler.abort(request_id, self.clock.now())
+        finished = self.scheduler.abort(request_id)
         return self._ended(finished, None, None) if finished is not None else None
 
     @property

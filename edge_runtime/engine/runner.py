@@ -79,6 +79,10 @@ class Stage(Protocol):
     def take_account(self, request_id: str) -> Account:
         """Close a request's account: where its gate weight was served by this stage."""
 
+    @property
+    def num_accounts(self) -> int:
+        """Accounts that are open: of requests that run, or ran and were preempted."""
+
 
 @dataclass
 class Runner:
@@ -170,6 +174,10 @@ class Runner:
         """See Stage."""
         return Account(self._served.take(request_id), self.port.host_names)
 
+    @property
+    def num_accounts(self) -> int:
+        return len(self._served)
+
     def _head(self, hidden: Tensor, rows: StepRows) -> Tensor:
         if len(rows.sampled_rows) == hidden.shape[0]:
             return self.decoder.head(hidden)
@@ -205,3 +213,7 @@ class StagedRunner:
     def take_account(self, request_id: str) -> Account:
         """See Stage. The first stage's node is the home; hosts are put together by name."""
         return joined_accounts([stage.take_account(request_id) for stage in self._stages])
+
+    @property
+    def num_accounts(self) -> int:
+        return sum(stage.num_accounts for stage in self._stages)

@@ -1,0 +1,168 @@
+"""Engines on one model that this process holds whole, for tests: build one, give it requests, take what comes out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from edge_runtime.cache.block_pool import BlockPool
+from edge_runtime.cache.pages import KVPages
+from edge_runtime.clock import Clock, ManualClock
+from edge_runtime.engine.engine import Ended, Engine, Output
+from edge_runtime.engine.request import Request, SamplingParams
+from edge_runtime.engine.request_table import RequestTable
+from edge_runtime.engine.runner import HostedExperts, Runner, StagedRunner
+from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
+from edge_runtime.model.build import load_experts, load_trunk
+from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.decoder import Decoder
+from edge_runtime.model.layers import Trunk
+from edge_runtime.model.moe import ExpertStore, Missing
+from edge_runtime.model.sampling import Sampler
+from edge_runtime.node.remote import PlacedExperts
+from tests.support.decoders import all_experts
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model in memory. Trunks of ranges of its layers are read once each."""
+
+    checkpoint: Checkpoint
+    store: ExpertStore
+    trunk: Callable[[int, int], Trunk]
+
+
+@cache
+def whole_model(folder: Path, context_tokens: int = 512) -> Whole:
+    """The model of a folder, read once in a process."""
+    checkpoint = Checkpoint.open(folder)
+    spec = checkpoint.spec
+    store = load_experts(checkpoint, spec, all_experts(spec))
+    trunk = cache(
+        lambda first, last: load_trunk(checkpoint, spec, first, last, context_tokens=context_tokens)
+    )
+    return Whole(checkpoint, store, trunk)
+
+
+def placed_experts(whole: Whole, name: str = "n1", **changes: object) -> PlacedExperts:
+    """An ExpertPort whose every expert is here."""
+    spec = whole.checkpoint.spec
+    options = {
+        "node": name,
+        "store": whole.store,
+        "hosts": {expert: (name,) for expert in all_experts(spec)},
+        "links": (),
+        "num_layers": spec.num_layers,
+        "num_experts": max(layer.gate.num_experts for layer in spec.layers if layer.gate),
+        "epoch": 1,
+        "deadline_s": 1.0,
+        "clock": ManualClock(),
+    }
+    return PlacedExperts(**(options | changes))  # type: ignore[arg-type]
+
+
+class Lacking:
+    """An ExpertPort that lacks one expert of one layer from a certain step on; the others come."""
+
+    def __init__(self, port: HostedExperts, layer: int, expert: int, *, from_step: int = 1) -> None:
+        self.host_names = port.host_names
+        self.why = f"no living node holds layer {layer} expert {expert} on n9"
+        self._port, self._layer, self._expert, self._from_step = port, layer, expert, from_step
+        self._steps = 0
+
+    def begin_step(self) -> None:
+        self._steps += 1
+        self._port.begin_step()
+
+    def hosts_of(self, layer: int, expert_ids: Tensor) -> object:
+        return self._port.hosts_of(layer, expert_ids)
+
+    def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
+        missing = self._port.run(layer, x, expert_ids, out)
+        slots = (expert_ids.reshape(-1) == self._expert).nonzero().view(-1)
+        if layer != self._layer or self._steps < self._from_step or not len(slots):
+            return missing
+        out[slots] = torch.nan  # whoever reads them shows
+        return Missing(slots, self.why)
+
+
+def engine_of(
+    whole: Whole,
+    *,
+    num_blocks: int = 128,
+    max_rows: int = 64,
+    max_running: int = 8,
+    context_tokens: int = 512,
+    eos_ids: tuple[int, ...] = (),
+    cuts: Sequence[int] = (),
+    port: HostedExperts | None = None,
+    clock: Clock | None = None,
+) -> Engine:
+    """An engine over the whole model, in stages cut at the layers `cuts`."""
+    spec, clock = whole.checkpoint.spec, clock or ManualClock()
+    attention = spec.layers[0].attention
+    stages = []
+    for first, last in pairwise([0, *cuts, spec.num_layers]):
+        pages = KVPages(
+            num_blocks,
+            num_kv_heads=attention.num_kv_heads,
+            head_width=attention.head_width,
+            first_layer=first,
+            last_layer=last,
+        )
+        decoder = Decoder(spec, whole.trunk(first, last), pages, max_rows=max_rows)
+        table = RequestTable(max_running, context_tokens)
+        stages.append(Runner(decoder, port or placed_experts(whole), table, clock))
+    settings = SchedulerSettings(
+        vocab_size=spec.vocab_size,
+        context_tokens=context_tokens,
+        eos_ids=eos_ids,
+        max_rows=max_rows,
+        max_running=max_running,
+    )
+    scheduler = Scheduler(settings, BlockPool(num_blocks), model_hash="model", tokenizer_hash="tokenizer")
+    runner = stages[0] if len(stages) == 1 else StagedRunner(stages)
+    return Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
+
+
+def request_of(name: str, prompt_ids: Sequence[int], **options: object) -> Request:
+    """Greedy, 16 tokens, no end token, unless `options` say otherwise."""
+    params = {"max_tokens": 16, "ignore_eos": True} | options
+    return Request(name, prompt_ids, SamplingParams(**params), 0.0)  # type: ignore[arg-type]
+
+
+def run_to_end(engine: Engine, seen: list[Output] | None = None) -> dict[str, Ended]:
+    """Step until nothing is left: how every request ended. Nothing of them remains in the engine."""
+    ended: dict[str, Ended] = {}
+    while not engine.is_idle:
+        outputs = engine.step()
+        for output in outputs:
+            if seen is not None:
+                seen.append(output)
+            if output.ended is not None:
+                assert output.request_id not in ended, f"{output.request_id} ended twice"
+                ended[output.request_id] = output.ended
+        engine.scheduler.check()
+    assert_nothing_left(engine)
+    return ended
+
+
+def assert_nothing_left(engine: Engine) -> None:
+    """No block, seat or account is held by anybody."""
+    engine.scheduler.check()
+    assert engine.is_idle
+    assert engine.scheduler.free_blocks == engine.scheduler.pool.num_blocks
+    assert engine.runner.num_accounts == 0
+
+
+def answers_of(
+    engine: Engine, prompts: Mapping[str, Sequence[int]], **options: object
+) -> dict[str, list[int]]:
+    """Run all prompts together: their tokens."""
+    for name, prompt_ids in prompts.items():
+        engine.submit(request_of(name, prompt_ids, **options))
+    return {name: ended.request.output_ids for name, ended in run_to_end(engine).items()}
