@@ -91,22 +91,28 @@ def up(topology: Path | None, detach: bool, wait_s: float) -> None:
     _say(
         f"cluster {cluster.name}: {len(cluster.nodes)} nodes, model {cluster.model}, logs in {state_dir(path)}"
     )
+    _interrupt_on(signal.SIGTERM, signal.SIGHUP)
     local = launch.start_local(cluster, path)
+    is_serving = False
     try:
         launch.wait_ready(local, lambda: _client(cluster), clock, wait_s, _say)
         _say(
             f"ready: {len(cluster.nodes)} nodes; try: edge-runtime submit --topology {path} 'Once upon a time'"
         )
-        if detach:
-            return
-        _say("stop with Ctrl-C")
-        launch.wait_for_signal(local, clock)
-    except BaseException:
-        launch.stop_local(path, clock, _say)
-        raise
-    if not detach:
-        launch.stop_local(path, clock, _say)
-        _say("stopped")
+        is_serving = True
+        if not detach:
+            _say("stop with Ctrl-C")
+            launch.watch(local, clock, _say)
+    except KeyboardInterrupt:
+        if not is_serving:
+            raise
+    finally:
+        if not (detach and is_serving):
+            _ignore(
+                signal.SIGTERM, signal.SIGHUP, signal.SIGINT
+            )  # a second one must not leave half of it running
+            launch.stop_local(path, clock, _say)
+            _say("stopped")
 
 
 @cli.command(epilog=_example("edge-runtime down --topology testbed/scenarios/eight_nodes.toml"))
@@ -125,26 +131,31 @@ def down(topology: Path | None) -> None:
 @topology_option
 def node(name: str, topology: Path | None) -> None:
     """Run this machine's daemon, as the node NAME of the topology file."""
-    cluster = read_cluster(resolve_topology_path(topology))
+    path = resolve_topology_path(topology)
+    cluster = read_cluster(path)
     mine = find_node(cluster, name)
     setup_logging(name)
     keys = _keys(cluster, name)
+    from edge_runtime.launch import recorded
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.node.daemon import NodeDaemon
 
     daemon = NodeDaemon(cluster, mine, Checkpoint.open(cluster.model), keys, SystemClock())
     _stop_on_signal(daemon)
-    daemon.run()
+    with recorded(path, name):
+        daemon.run()
 
 
 @cli.command(epilog=_example("edge-runtime coordinator --topology topology.toml"))
 @topology_option
 def coordinator(topology: Path | None) -> None:
     """Run the coordinator of the topology file."""
-    cluster = read_cluster(resolve_topology_path(topology))
+    path = resolve_topology_path(topology)
+    cluster = read_cluster(path)
     setup_logging("coordinator")
     keys = _keys(cluster, "coordinator")
     from edge_runtime.coordinator.daemon import CoordinatorDaemon
+    from edge_runtime.launch import COORDINATOR, recorded
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.footprint import footprint
     from topology.placement import plan_placement
@@ -160,7 +171,8 @@ def coordinator(topology: Path | None) -> None:
         clock=SystemClock(),
     )
     _stop_on_signal(daemon)
-    daemon.run()
+    with recorded(path, COORDINATOR):
+        daemon.run()
 
 
 # --- requests ---------------------------------------------------------------------------------------------------
@@ -328,14 +340,15 @@ def doctor(topology: Path | None, as_json: bool) -> None:
     """Check this machine, the kernels, the topology file, and whether its peers can be reached."""
     from edge_runtime.doctor import examine
 
-    findings = examine(topology, SystemClock())
+    findings = []
+    for finding in examine(topology, SystemClock()):
+        findings.append(finding)
+        if not as_json:
+            click.echo(f"{'ok  ' if finding.is_well else 'FAIL'}  {finding.what}: {finding.detail}")
     if as_json:
         click.echo(json.dumps([finding._asdict() for finding in findings]))
-    else:
-        for finding in findings:
-            click.echo(f"{'ok  ' if finding.is_well else 'FAIL'}  {finding.what}: {finding.detail}")
     if not all(finding.is_well for finding in findings):
-        sys.exit(EXIT_USER)
+        sys.exit(min(finding.exit_code for finding in findings if not finding.is_well))
 
 
 @cli.group(epilog=_example("edge-runtime keys new --topology topology.toml"))
@@ -382,6 +395,21 @@ def _client(cluster: Cluster) -> "Client":
     return Client(cluster.coordinator, _keys(cluster, "client"), SystemClock())
 
 
+def _interrupt_on(*numbers: signal.Signals) -> None:
+    """Let these signals do what Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in numbers:
+        signal.signal(number, interrupt)
+
+
+def _ignore(*numbers: signal.Signals) -> None:
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _stop_on_signal(daemon: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.stop())
@@ -395,7 +423,8 @@ def main() -> NoReturn:
     except click.exceptions.Exit as ended:
         code = ended.exit_code
     except click.UsageError as error:
-        error.show()
+        path = error.ctx.command_path if error.ctx is not None else "edge-runtime"
+        _say(f"error: {error.format_message().rstrip('.')}; see {path} --help")
         code = EXIT_USER
     except click.ClickException as error:
         _say(f"error: {error.format_message()}")

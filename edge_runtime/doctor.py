@@ -1,6 +1,7 @@
 """Looks for what would keep this machine from serving, and says how to mend it. Changes nothing."""
 
 import platform
+import socket
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -11,8 +12,8 @@ import psutil
 
 from edge_runtime.clock import Clock
 from edge_runtime.config import resolve_topology_path
-from edge_runtime.errors import ConfigError, EdgeError
-from topology.cluster import Cluster
+from edge_runtime.errors import EXIT_CLUSTER, EXIT_USER, ConfigError, EdgeError
+from topology.cluster import Cluster, split_address
 from topology.errors import TopologyError
 from topology.files import read_cluster
 
@@ -20,17 +21,16 @@ REACH_S = 2.0
 
 
 class Finding(NamedTuple):
+    """One thing looked at. exit_code: what the command ends with if it is not well."""
+
     what: str
     is_well: bool
     detail: str
+    exit_code: int = EXIT_USER
 
 
-def examine(topology: Path | None, clock: Clock) -> list[Finding]:
-    """All findings; without a topology file only those about this machine."""
-    return list(_examine(topology, clock))
-
-
-def _examine(topology: Path | None, clock: Clock) -> Iterator[Finding]:
+def examine(topology: Path | None, clock: Clock) -> Iterator[Finding]:
+    """All findings, each as soon as it is known; without a topology file only those about this machine."""
     yield Finding(
         "python", sys.version_info >= (3, 11), f"{platform.python_version()}; 3.11 or newer is needed"
     )
@@ -106,10 +106,20 @@ def _peers(cluster: Cluster, clock: Clock) -> Iterator[Finding]:
         return
     addresses = {"coordinator": cluster.coordinator, **{node.name: node.address for node in cluster.nodes}}
     for name, address in addresses.items():
+        host, port = split_address(address)
+        try:
+            socket.create_connection((host, port), timeout=REACH_S).close()
+        except OSError as error:
+            why = error.strerror or str(error)
+            yield Finding(
+                name, False, f"nobody answers at {address} ({why}); is its daemon running?", EXIT_CLUSTER
+            )
+            continue
         try:
             with Channel(address, name=name, keys=keys, clock=clock) as channel:
                 welcome = channel.request(Hello(node="client", role="client"), Welcome, REACH_S).message
             found = getattr(welcome, "node", "")
-            yield Finding(name, found == name, f"{address} answers as {found}")
+            is_it = "" if found == name else f", expected {name}; another cluster's port?"
+            yield Finding(name, found == name, f"{address} answers as {found}{is_it}", EXIT_CLUSTER)
         except EdgeError as error:
-            yield Finding(name, False, str(error))
+            yield Finding(name, False, str(error), EXIT_CLUSTER)

@@ -3,20 +3,24 @@
 Knows processes, their logs and their records; what a daemon does is behind its own command.
 """
 
+import contextlib
+import fcntl
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
 from edge_runtime.client import Client
 from edge_runtime.clock import Clock
 from edge_runtime.config import (
+    STATE_VARIABLE,
     ProcessRecord,
     is_running,
     log_path,
@@ -26,7 +30,7 @@ from edge_runtime.config import (
     state_dir,
     write_record,
 )
-from edge_runtime.errors import EXIT_USER, ClusterError, PeerError, UserError
+from edge_runtime.errors import EXIT_USER, ClusterError, ConfigError, PeerError, UserError
 from topology.cluster import Cluster
 
 log = logging.getLogger(__name__)
@@ -59,31 +63,86 @@ def start_local(cluster: Cluster, topology_path: Path) -> LocalCluster:
     Raises UserError when this cluster already runs here. The processes outlive the caller.
     """
     directory = state_dir(topology_path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _sole_starter(directory, cluster.name):
+            return _start_all(cluster, topology_path, directory)
+    except OSError as error:
+        raise ConfigError(
+            f"the state folder {directory} cannot be written ({error.strerror}); "
+            f"name another one with {STATE_VARIABLE}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _sole_starter(directory: Path, cluster_name: str) -> Iterator[None]:
+    """Two `up` of one cluster at the same moment: the second is told so."""
+    with (directory / "up.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"cluster {cluster_name} is just being started by another `edge-runtime up`"
+            ) from error
+        yield
+
+
+def _start_all(cluster: Cluster, topology_path: Path, directory: Path) -> LocalCluster:
     running = [record for record in read_records(directory) if is_running(record)]
     if running:
-        names = ", ".join(f"{record.name} (pid {record.pid})" for record in running)
         raise UserError(
-            f"cluster {cluster.name} is already up here: {names}; stop it with `edge-runtime down` first"
+            f"cluster {cluster.name} is already up here: {_names(running)}; stop it with `edge-runtime down` first"
         )
-    directory.mkdir(parents=True, exist_ok=True)
     local = LocalCluster(directory, {})
     threads = {node.name: node.threads for node in cluster.nodes}
-    for name in (COORDINATOR, *cluster.node_names):
-        words = [COORDINATOR] if name == COORDINATOR else ["node", name]
-        command = [sys.executable, "-m", "edge_runtime", *words, "--topology", str(topology_path)]
-        environment = dict(os.environ, OMP_NUM_THREADS=str(threads.get(name, 1)), PYTHONUNBUFFERED="1")
-        with log_path(directory, name).open("wb") as log_file:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
-        local.processes[name] = process
-        write_record(directory, record_process(name, process.pid))
+    try:
+        for name in (COORDINATOR, *cluster.node_names):
+            local.processes[name] = _start(name, threads.get(name, 1), topology_path, directory)
+    except BaseException:
+        for process in local.processes.values():
+            process.kill()
+            process.wait()
+        raise
     return local
+
+
+def _start(name: str, num_threads: int, topology_path: Path, directory: Path) -> subprocess.Popen[bytes]:
+    words = [COORDINATOR] if name == COORDINATOR else ["node", name]
+    with log_path(directory, name).open("wb") as log_file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "edge_runtime", *words, "--topology", str(topology_path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            env=dict(os.environ, OMP_NUM_THREADS=str(num_threads), PYTHONUNBUFFERED="1"),
+            start_new_session=True,
+        )
+    write_record(directory, record_process(name, process.pid))
+    return process
+
+
+@contextlib.contextmanager
+def recorded(topology_path: Path, name: str) -> Iterator[None]:
+    """Leave a record of this very process while it runs, so that `down` finds a daemon started by hand as well.
+
+    Comes after the daemon has its port: a second one of that name never gets so far. Without a folder to write to, the
+    daemon runs unrecorded.
+    """
+    directory = state_dir(topology_path)
+    own = record_process(name, os.getpid())
+    try:
+        write_record(directory, own)
+    except OSError as error:
+        log.warning(
+            "not recorded in %s (%s): `edge-runtime down` will not find this process", directory, error
+        )
+    try:
+        yield
+    finally:
+        found = next((record for record in read_records(directory) if record.name == name), None)
+        if found is not None and found.pid == own.pid:
+            with contextlib.suppress(OSError):
+                remove_record(directory, name)
 
 
 def wait_ready(
@@ -107,17 +166,22 @@ def wait_ready(
             if ended is not None:
                 name, code, line = ended
                 kind = UserError if code == EXIT_USER else ClusterError
-                raise kind(f"{name} ended with exit code {code}: {line or 'its log is empty'}")
+                raise kind(_ended_line(local, name, code, line))
             if client is None:
                 client = _try_connect(connect)
             else:
                 body = client.status()
-                if body["ready"]:
+                if body["coordinator"]["pid"] != local.processes[COORDINATOR].pid:
+                    # Another one's: ours is about to end since its port is in use, and says so better than we could.
+                    client.close()
+                    client = None
+                elif body["ready"]:
                     return
-                failed = [node for node in body["nodes"] if node["state"] == "failed"]
-                if failed:
-                    raise ClusterError(f"node {failed[0]['name']} cannot serve: {failed[0]['fault']}")
-                waiting_for = body["waiting_for"]
+                else:
+                    failed = [node for node in body["nodes"] if node["state"] == "failed"]
+                    if failed:
+                        raise ClusterError(f"node {failed[0]['name']} cannot serve: {failed[0]['fault']}")
+                    waiting_for = body["waiting_for"]
             if clock.now() > give_up:
                 raise ClusterError(f"not ready after {timeout_s:.0f} s, waiting for {waiting_for}")
             if clock.now() >= next_report:
@@ -129,26 +193,24 @@ def wait_ready(
             client.close()
 
 
-def wait_for_signal(local: LocalCluster, clock: Clock) -> None:
-    """Return on Ctrl-C or SIGTERM. A process that ends meanwhile is told, and the others go on."""
-    stop: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda found, _: stop.append(found))
+def watch(local: LocalCluster, clock: Clock, report: Callable[[str], None]) -> NoReturn:
+    """Tell of each process that ends, until all have (ClusterError). Ends by the signal that ends the command."""
     told: set[str] = set()
-    while not stop:
+    while True:
         for name, process in local.processes.items():
             code = process.poll()
             if code is not None and name not in told:
                 told.add(name)
-                log.warning(
-                    "%s ended with exit code %d: %s",
-                    name,
-                    code,
-                    last_log_line(log_path(local.directory, name)),
-                )
+                report(_ended_line(local, name, code, last_log_line(log_path(local.directory, name))))
         if len(told) == len(local.processes):
-            raise ClusterError("every process of the cluster has ended; look at the logs")
+            raise ClusterError(f"every process of the cluster has ended; the logs are in {local.directory}")
         clock.sleep(POLL_S)
+
+
+def _ended_line(local: LocalCluster, name: str, code: int, line: str) -> str:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    said = line.removeprefix("error: ") if line else f"its log {log_path(local.directory, name)} is empty"
+    return f"{name} {how}: {said}"
 
 
 def _try_connect(connect: Callable[[], Client]) -> Client | None:
@@ -175,6 +237,7 @@ def stop_local(
     records = [record for record in read_records(directory) if is_running(record)]
     for record in records:
         _signal(record.pid, signal.SIGTERM)
+        _signal(record.pid, signal.SIGCONT)  # one that was frozen can only now be asked
     stopped = [record.name for record in records]
     deadline = clock.now() + STOP_DEADLINE_S
     next_report = clock.now() + 2.0
