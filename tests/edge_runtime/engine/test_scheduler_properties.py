@@ -23,10 +23,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        num_blocks=st.integers(6, 14),
+        num_blocks=st.integers(5, 10),
         max_rows=st.integers(4, 40),
         max_running=st.integers(1, 4),
-        context=st.integers(20, 96),
+        context=st.integers(20, 120),
     )
     def build(self, num_blocks: int, max_rows: int, max_running: int, context: int) -> None:
         self.settings = SchedulerSettings(
@@ -49,8 +49,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     # What happens.
 
     @rule(
-        length=st.integers(1, 60),
-        max_tokens=st.integers(1, 40),
+        length=st.sampled_from([16, 32, 48]) | st.integers(1, 60),
+        max_tokens=st.integers(1, 60),
         kind=st.integers(0, 2),
         salt=st.sampled_from(["", "other"]),
         early_s=st.floats(0, 3),
@@ -70,11 +70,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert fits
             self.live[name] = request
 
+    @rule(turns=st.integers(1, 20), token=st.integers(0, VOCAB - 2))
+    def go_on(self, turns: int, token: int) -> None:
+        """Some steps in which nothing else happens; with a plan in flight besides, if there was one."""
+        for _ in range(turns):
+            self.begin_step()
+            if self.in_flight:
+                self.end_step(len(self.in_flight) - 1, token, None)
+
+    @precondition(lambda self: self.in_flight)
     @rule(token=st.integers(0, VOCAB - 1), fail=st.booleans(), data=st.data())
-    def turn(self, token: int, fail: bool, data: st.DataObject) -> None:
-        self.begin_step()
-        if self.in_flight:
-            self.end_step(data.draw(st.integers(0, len(self.in_flight) - 1)), token, data if fail else None)
+    def end_one(self, token: int, fail: bool, data: st.DataObject) -> None:
+        self.end_step(data.draw(st.integers(0, len(self.in_flight) - 1)), token, data if fail else None)
 
     @precondition(lambda self: len(self.in_flight) < 3)
     @rule()
