@@ -3,9 +3,33 @@
 import pytest
 import torch
 
-from kernels import ops
+from kernels import backends, ops
 
 F32, I32 = torch.float32, torch.int32
+
+
+@pytest.fixture(params=["exchange", "attributes", "torch"], autouse=True)
+def way_of_reading_tensors(request):
+    """Both ways in which the compiled kernels read tensors, and the checks in Python alone."""
+    if request.param == "torch":
+        backends.use("torch")
+        yield
+        return
+    request.getfixturevalue("native")
+    from kernels.cpu import _native
+
+    _native.find_torch(torch, request.param == "exchange")
+    yield
+    _native.find_torch(torch, True)
+
+
+def test_right_arguments_are_taken_whatever_their_strides(random):
+    wide, w = random(6, 40), ops.pack_linear(random(20, 8))
+    out, narrow = torch.empty(6, 20), torch.empty(6, 40)[:, :20]
+    assert torch.equal(ops.linear(wide[:, 3:11], w, out=out), ops.linear(wide[:, 3:11], w, out=narrow))
+    assert ops.linear(wide[:0, :8], w).shape == (0, 20)
+    one = ops.pack_linear(random(1, 1))
+    assert ops.linear(wide[:1].T[:5], one, out=torch.empty(1, 5).T).shape == (5, 1)
 
 
 def test_linear_names_the_argument_at_fault(random):
