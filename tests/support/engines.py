@@ -54,7 +54,7 @@ def placed_experts(whole: Whole, name: str = "n1", **changes: object) -> PlacedE
     options = {
         "node": name,
         "store": whole.store,
-        "hosts": {expert: (name,) for expert in all_experts(spec)},
+        "hosts": dict.fromkeys(all_experts(spec), (name,)),
         "links": (),
         "num_layers": spec.num_layers,
         "num_experts": max(layer.gate.num_experts for layer in spec.layers if layer.gate),
