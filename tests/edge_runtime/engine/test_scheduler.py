@@ -1,6 +1,6 @@
 """The scheduler: what a step holds, how a request ends, and who gives way when blocks run out."""
 
-import time
+import sys
 
 import pytest
 
@@ -511,7 +511,25 @@ def test_when_it_is_the_shortest_ones_turn_a_due_request_without_blocks_does_not
 # What it costs.
 
 
-def test_a_decode_step_of_sixteen_costs_less_than_100_us():
+def calls_of_a_decode_step(scheduler: Scheduler) -> int:
+    """Python function calls in one plan and its completion; 9.6 us for 16 requests when last measured."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        plan = scheduler.plan_step(0.0)
+        assert plan is not None
+        scheduler.complete(plan, {piece.request.request_id: 5 for piece in plan.slices}, 0.0)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_decode_step_does_as_much_work_at_the_end_of_a_long_answer_as_at_its_start():
     scheduler = scheduler_of(num_blocks=1024, context_tokens=1024, max_running=16)
     for index in range(16):
         scheduler.add(request_of(f"r{index}", 100, max_tokens=900))
@@ -519,14 +537,7 @@ def test_a_decode_step_of_sixteen_costs_less_than_100_us():
         scheduler.num_waiting
     ):
         step(scheduler)
-    costs = []
-    for _ in range(100):
-        began = time.perf_counter()
-        plan = scheduler.plan_step(0.0)
-        planned = time.perf_counter()
-        assert plan is not None and plan.num_rows == 16
-        tokens = {piece.request.request_id: 5 for piece in plan.slices}
-        resumed = time.perf_counter()
-        scheduler.complete(plan, tokens, 0.0)
-        costs.append(planned - began + time.perf_counter() - resumed)
-    assert sorted(costs)[50] < 100e-6
+    at_start = max(calls_of_a_decode_step(scheduler) for _ in range(16))
+    for _ in range(700):
+        step(scheduler)
+    assert max(calls_of_a_decode_step(scheduler) for _ in range(16)) == at_start
