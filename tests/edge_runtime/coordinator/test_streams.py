@@ -1,0 +1,163 @@
+"""Whatever tokens, credits and ends come in whatever order: the client gets what the node sent, in its window."""
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from edge_runtime.coordinator.streams import MERGED_CHARS, MERGED_TOKENS, Delivery, Streams
+from edge_runtime.protocol import Failed, Finished, TokenLogprobs, Tokens, encode
+
+LETTERS = st.text("abc\u00e9\U0001f600", max_size=3)
+
+
+class Windows(RuleBasedStateMachine):
+    """Requests of two clients on two nodes. The model keeps what each node sent and what each client got."""
+
+    @initialize()
+    def start(self) -> None:
+        self.streams = Streams()
+        self.opened: dict[str, tuple[bytes, str, int]] = {}  # running: client, node, credit at first
+        self.sent: dict[str, list] = defaultdict(list)
+        self.got: dict[str, list[Tokens]] = defaultdict(list)
+        self.granted: dict[str, int] = {}
+        self.ends = {"finished": 0, "failed": 0}
+
+    @rule(
+        client=st.sampled_from([b"c1", b"c2"]), node=st.sampled_from(["n1", "n2"]), credit=st.integers(0, 4)
+    )
+    def opens(self, client: bytes, node: str, credit: int) -> None:
+        request_id = f"r{len(self.granted)}"
+        self.streams.open(request_id, client, node, credit)
+        self.opened[request_id] = (client, node, max(1, credit))
+        self.granted[request_id] = max(1, credit)
+
+    def take(self, request_id: str, deliveries: list[Delivery]) -> None:
+        client, _, _ = self.opened[request_id]
+        for delivery in deliveries:
+            assert delivery.client == client and isinstance(delivery.message, Tokens)
+            assert delivery.message.request_id == request_id
+            self.got[request_id].append(delivery.message)
+
+    def check_window(self, request_id: str) -> None:
+        """At most as many messages as were granted, and nothing is held back while there is credit."""
+        assert len(self.got[request_id]) <= self.granted[request_id]
+        if len(self.got[request_id]) < self.granted[request_id]:
+            assert self.joined(request_id) == self.sent_joined(request_id)
+        client, _, _ = self.opened[request_id]
+        stalled = {self.opened[name][0] for name in self.opened if len(self.got[name]) == self.granted[name]}
+        assert self.streams.stalled_clients() == stalled and client in {c for c, _, _ in self.opened.values()}
+
+    @precondition(lambda self: self.opened)
+    @rule(data=st.data(), num_tokens=st.integers(0, 2), text=LETTERS, with_logprobs=st.booleans())
+    def tokens_come(self, data, num_tokens: int, text: str, with_logprobs: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.opened)))
+        index = sum(len(part.token_ids) for part in self.sent[request_id])
+        ids = [index + i for i in range(num_tokens)]
+        logprobs = [TokenLogprobs(token, -0.5) for token in ids] if with_logprobs else None
+        message = Tokens(request_id, index, ids, text, logprobs)
+        self.sent[request_id].append(message)
+        self.take(request_id, self.streams.tokens(message))
+        self.check_window(request_id)
+
+    @precondition(lambda self: self.opened)
+    @rule(data=st.data(), count=st.integers(0, 3))
+    def credit_comes(self, data, count: int) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.opened)))
+        self.granted[request_id] += count
+        self.take(request_id, self.streams.grant(request_id, count))
+        self.check_window(request_id)
+
+    @precondition(lambda self: self.opened)
+    @rule(data=st.data(), fails=st.booleans())
+    def it_ends(self, data, fails: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.opened)))
+        end = Failed(request_id, "cluster", "x", "y") if fails else Finished(request_id, "stop")
+        *before, last = self.streams.end(end)
+        self.take(request_id, before)
+        assert last == Delivery(self.opened[request_id][0], end)
+        assert self.joined(request_id) == self.sent_joined(request_id)
+        del self.opened[request_id]
+        self.ends["failed" if fails else "finished"] += 1
+
+    @rule()
+    def strangers_speak(self) -> None:
+        """Ids that are unknown or have ended bring nothing."""
+        for name in {"nobody", *self.granted} - set(self.opened):
+            assert self.streams.tokens(Tokens(name, 0, [1], "x")) == []
+            assert self.streams.grant(name, 5) == []
+            assert self.streams.end(Finished(name, "stop")) == []
+            assert self.streams.node_of(name) is None and self.streams.client_of(name) is None
+
+    @rule()
+    def counts_agree(self) -> None:
+        assert len(self.streams) == len(self.opened)
+        for node in ("n1", "n2"):
+            mine = [name for name, (_, at, _) in self.opened.items() if at == node]
+            assert self.streams.of_node(node) == mine and self.streams.in_flight(node) == len(mine)
+        for client in (b"c1", b"c2"):
+            mine = [name for name, (of, _, _) in self.opened.items() if of == client]
+            assert self.streams.of_client(client) == mine
+        assert (self.streams.num_finished, self.streams.num_failed) == tuple(self.ends.values())
+
+    def joined(self, request_id: str) -> tuple:
+        return _joined(self.got[request_id])
+
+    def sent_joined(self, request_id: str) -> tuple:
+        return _joined(self.sent[request_id])
+
+    def teardown(self) -> None:
+        for request_id in list(self.opened):
+            self.streams.end(Finished(request_id, "abort"))
+        assert len(self.streams) == 0
+        assert self.streams.in_flight("n1") == self.streams.in_flight("n2") == 0
+
+
+def _joined(parts: list[Tokens]) -> tuple:
+    """Ids, text and logprobs of messages one after another; each must say how many tokens came before."""
+    ids: list[int] = []
+    for part in parts:
+        assert part.index == len(ids)
+        ids += part.token_ids
+    return ids, "".join(part.text for part in parts), [p for part in parts for p in part.logprobs or ()]
+
+
+TestWindows = Windows.TestCase
+
+
+def test_a_long_answer_that_waits_with_all_its_logprobs_stays_within_what_can_be_sent():
+    streams = Streams()
+    streams.open("r", b"c", "n1", 1)
+    top = [(2**31 - 1, -0.123456789)] * 20
+    for index in range(3 * MERGED_TOKENS):
+        streams.tokens(Tokens("r", index, [index], "word", [TokenLogprobs(index, -0.1, top)]))
+    deliveries = streams.end(Finished("r", "length"))
+    for delivery in deliveries:
+        encode(delivery.message)
+    assert 4 <= len(deliveries) <= 5
+    ids = [token for delivery in deliveries[:-1] for token in delivery.message.token_ids]
+    assert ids == list(range(1, 3 * MERGED_TOKENS))
+
+
+def test_texts_that_wait_are_cut_where_a_message_would_become_too_long():
+    streams = Streams()
+    streams.open("r", b"c", "n1", 1)
+    for index in range(9):
+        streams.tokens(Tokens("r", index, [index], "\u20ac" * (MERGED_CHARS // 2)))
+    deliveries = streams.grant("r", 100)
+    assert [len(delivery.message.token_ids) for delivery in deliveries] == [2, 2, 2, 2]
+
+
+def test_a_credit_of_none_still_lets_one_message_out():
+    streams = Streams()
+    streams.open("r", b"c", "n1", 0)
+    assert len(streams.tokens(Tokens("r", 0, [1]))) == 1
+    assert streams.tokens(Tokens("r", 1, [2])) == []
+
+
+def test_the_same_id_cannot_run_twice():
+    streams = Streams()
+    streams.open("r", b"c", "n1", 1)
+    with pytest.raises(AssertionError, match="already running"):
+        streams.open("r", b"d", "n2", 1)
