@@ -36,7 +36,9 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Any) -> None:
         compile_one = self.compiler._compile
 
-        def compile_unit(obj: str, src: str, ext_name: str, cc_args: list, extra: list, pp_opts: list) -> None:
+        def compile_unit(
+            obj: str, src: str, ext_name: str, cc_args: list, extra: list, pp_opts: list
+        ) -> None:
             flags = ISA_FLAGS.get(Path(src).name, [])
             if platform.machine().lower() not in ("x86_64", "amd64"):
                 flags = []

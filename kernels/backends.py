@@ -1,7 +1,8 @@
 """Which implementation of the kernels serves: compiled, plain torch, or the reference. Chosen once, when first asked.
 
 EDGE_KERNELS=native|torch|reference forces one, EDGE_CPU_ISA=avx512|avx2|portable forces the compiled kernels' instruction
-set. All compiled instruction sets give the same bits.
+set, EDGE_THREADS sets the number of threads (1 unless set). All compiled instruction sets and all numbers of threads give
+the same bits.
 """
 
 import importlib
@@ -57,7 +58,16 @@ def active() -> ModuleType:
                 _active = load("native")
             except ImportError:
                 _active = load("torch")
+        if threads := os.environ.get("EDGE_THREADS", ""):
+            set_num_threads(int(threads) if threads.isdecimal() else 0)
     return _active
+
+
+def set_num_threads(threads: int) -> None:
+    """Let the backend that serves share large calls between this many threads, the caller's included."""
+    if threads < 1:
+        raise ValueError(f"threads (EDGE_THREADS): found {threads}, expected 1 or more")
+    active().set_num_threads(threads)
 
 
 def use(name: str) -> ModuleType:
@@ -70,7 +80,7 @@ def use(name: str) -> ModuleType:
 def describe() -> dict[str, Any]:
     """What serves and why, for `edge-runtime doctor`.
 
-    backend, isa (None unless native), runnable_isas, machine, compiler (path or None), native_error (None if native
+    backend, threads, isa (None unless native), runnable_isas, machine, compiler (path or None), native_error (None if native
     can be had).
     """
     try:
@@ -82,6 +92,7 @@ def describe() -> dict[str, Any]:
     serving = active().NAME
     return {
         "backend": serving,
+        "threads": active().num_threads(),
         "isa": _native.isa() if _native is not None and serving == "native" else None,
         "runnable_isas": _native.runnable_isas() if _native is not None else [],
         "machine": platform.machine(),

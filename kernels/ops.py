@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import backends
+from kernels.backends import set_num_threads
 from kernels.packing import ITEM_BYTES, KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
 from kernels.reference.dispatch import Dispatched
 from kernels.reference.rope import rope_table
@@ -37,6 +38,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rope_table",
+    "set_num_threads",
 ]
 
 F32, I32 = torch.float32, torch.int32

@@ -53,6 +53,9 @@ gate_topk = _native.gate_topk
 grouped_ffn = _native.grouped_ffn
 combine = _native.combine
 
+set_num_threads = _native.set_num_threads
+num_threads = _native.num_threads
+
 
 def dispatch(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int) -> Dispatched | Literal[False]:
     buffer = torch.empty(3 * expert_ids.numel(), dtype=torch.int32)

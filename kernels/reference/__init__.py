@@ -16,6 +16,15 @@ from kernels.reference.rope import head_norm_rope
 CHECKS = False
 NAME = "reference"
 
+
+def set_num_threads(threads: int) -> None:
+    """Nothing: the reference does one thing at a time."""
+
+
+def num_threads() -> int:
+    return 1
+
+
 __all__ = [
     "CHECKS",
     "NAME",
@@ -28,8 +37,10 @@ __all__ = [
     "kv_write",
     "linear",
     "new_bank",
+    "num_threads",
     "pack_expert",
     "pack_rows",
     "paged_attention",
     "rms_norm",
+    "set_num_threads",
 ]

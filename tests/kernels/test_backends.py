@@ -30,6 +30,12 @@ def test_an_unknown_choice_is_refused_with_what_is_allowed(native):
     assert "EDGE_CPU_ISA: found 'sse9', expected one of" in serving(EDGE_CPU_ISA="sse9").stderr
 
 
+def test_a_number_of_threads_below_one_is_refused():
+    assert "threads (EDGE_THREADS): found 0, expected 1 or more" in serving(EDGE_THREADS="many").stderr
+    with pytest.raises(ValueError, match="threads"):
+        backends.set_num_threads(0)
+
+
 def test_describe_says_what_serves_and_why(backend):
     said = backends.describe()
     assert said["backend"] == backend.NAME

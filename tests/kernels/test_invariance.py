@@ -1,5 +1,7 @@
 """A row's result does not depend on its neighbours, nor on the instruction set."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -170,3 +172,52 @@ def test_exp_is_within_two_units_in_the_last_place_on_every_isa(on_every_isa):
     assert ((results[0].double() - true).abs() / unit).max() <= 2
     for result in on_every_isa(lambda: run(edges)):
         assert result[:3].tolist() == [0, 0, 0] and result[3].isnan()
+
+
+@pytest.fixture
+def on_any_threads(native):
+    """on_any_threads(call) -> call's results on 1, 2 and 5 threads."""
+
+    def run(call):
+        results = []
+        for threads in (1, 2, 5):
+            ops.set_num_threads(threads)
+            results.append(call())
+        return results
+
+    yield run
+    ops.set_num_threads(1)
+
+
+@pytest.mark.parametrize("T, N, K", [(1, 8200, 256), (70, 1030, 129)])
+def test_linear_has_the_same_bits_on_any_number_of_threads(on_any_threads, random, T, N, K):
+    x, w = random(T, K), ops.pack_linear(random(N, K).bfloat16())
+    assert_same_bits(on_any_threads(lambda: ops.linear(x, w)))
+
+
+def test_grouped_ffn_has_the_same_bits_on_any_number_of_threads(on_any_threads, random, make_bank):
+    bank, _ = make_bank(16, 128, 96)
+    x, rows, ids = random(50, 128), random.integers(50, (400,)), random.integers(16, (400,))
+    assert_same_bits(on_any_threads(lambda: ops.grouped_ffn(x, rows, ids, bank)))
+
+
+def test_attention_has_the_same_bits_on_any_number_of_threads(on_any_threads, random, make_pages):
+    k_pages, v_pages, tables, _ = make_pages([300, 30], 2, 64)
+    request = torch.tensor([0] * 200 + [1] * 30, dtype=torch.int32)
+    position = torch.tensor([*range(100, 300), *range(30)], dtype=torch.int32)
+    q = random(230, 8, 64)
+    assert_same_bits(
+        on_any_threads(lambda: ops.paged_attention(q, k_pages, v_pages, tables, request, position, 0.125))
+    )
+
+
+def test_two_callers_share_the_threads_without_mixing_results(native, random):
+    x, w = random(70, 128), ops.pack_linear(random(1030, 128).bfloat16())
+    expected = ops.linear(x, w)
+    ops.set_num_threads(3)
+    try:
+        with ThreadPoolExecutor(2) as callers:
+            results = [callers.submit(ops.linear, x, w) for _ in range(40)]
+            assert all(torch.equal(result.result(timeout=60), expected) for result in results)
+    finally:
+        ops.set_num_threads(1)

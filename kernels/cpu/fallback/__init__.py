@@ -4,6 +4,9 @@ A row's result never depends on the rows beside it: matrix products always see t
 with zeros), sums are explicit trees, everything else is elementwise. Not bit-equal to the compiled kernels.
 """
 
+from torch import get_num_threads as num_threads
+from torch import set_num_threads
+
 from kernels.cpu.fallback.combine import combine
 from kernels.cpu.fallback.dispatch import dispatch
 from kernels.cpu.fallback.gate_topk import gate_topk
@@ -31,8 +34,10 @@ __all__ = [
     "kv_write",
     "linear",
     "new_bank",
+    "num_threads",
     "pack_expert",
     "pack_rows",
     "paged_attention",
     "rms_norm",
+    "set_num_threads",
 ]
