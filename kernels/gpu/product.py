@@ -15,10 +15,9 @@ def unpack_nibble(code, scale, FORMAT: tl.constexpr):
     if FORMAT == "int4":
         value = (code - 8).to(tl.float32) * scale
     else:
-        # E2M1, doubled so that it is whole: 0 1 2 3 4 6 8 12, one hex digit each; the scale makes up for the 2.
-        magnitude = (0x43210 >> ((code & 7) * 4)) & 15
-        magnitude = tl.where((code & 7) >= 5, ((code & 7) - 4) * 2 + 4, magnitude)
-        magnitude = tl.where((code & 7) == 7, 12, magnitude)
+        # E2M1, doubled so that it is whole: 0 1 2 3 4 6 8 12; the scale makes up for the 2.
+        bits = code & 7
+        magnitude = tl.where(bits == 0, 0, ((2 + (bits & 1)) << (bits >> 1)) >> 1)
         value = tl.where(code >= 8, -magnitude, magnitude).to(tl.float32) * scale
     return value
 
@@ -68,7 +67,7 @@ def multiply(
         j = tl.arange(0, 32)
         weights = w_ptr + n[None, :] * 32 + j[:, None]
         for k0 in range(0, k_count, 64):
-            block = ((k_begin + k0) // 64).to(tl.int64)
+            block = (k_begin + k0) // 64  # block * N * 32 is half of K * N: 31 bits do
             if MASK_K:
                 low = tl.load(
                     x_ptr + x_rows[:, None] + (k0 + j)[None, :],
@@ -105,6 +104,8 @@ def multiply(
     else:
         k = tl.arange(0, BLOCK_K)
         weights = w_ptr + n[None, :] * K + (k_begin + k)[:, None]
+        if PAIR:
+            seconds = w_ptr + (n + pair_rows)[None, :] * K + (k_begin + k)[:, None]
         for k0 in range(0, k_count, BLOCK_K):
             if MASK_K:
                 in_k = k0 + k < k_count
@@ -115,9 +116,7 @@ def multiply(
                 x = x.to(OPERAND)
                 total = tl.dot(x, w.to(OPERAND), total, input_precision="ieee")
                 if PAIR:
-                    w = tl.load(
-                        weights + k0 + pair_rows.to(tl.int64) * K, mask=in_k[:, None] & in_n[None, :], other=0
-                    )
+                    w = tl.load(seconds + k0, mask=in_k[:, None] & in_n[None, :], other=0)
                     second = tl.dot(x, w.to(OPERAND), second, input_precision="ieee")
             else:
                 x = tl.load(x_ptr + x_rows[:, None] + (k0 + k)[None, :], mask=in_rows[:, None], other=0.0)
@@ -125,7 +124,7 @@ def multiply(
                 x = x.to(OPERAND)
                 total = tl.dot(x, w.to(OPERAND), total, input_precision="ieee")
                 if PAIR:
-                    w = tl.load(weights + k0 + pair_rows.to(tl.int64) * K, mask=in_n[None, :], other=0)
+                    w = tl.load(seconds + k0, mask=in_n[None, :], other=0)
                     second = tl.dot(x, w.to(OPERAND), second, input_precision="ieee")
         if FORMAT == "int8":
             total = total * tl.load(scale_ptr + n, mask=in_n, other=0.0)[None, :]

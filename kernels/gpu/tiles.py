@@ -127,3 +127,38 @@ def operand_dtype(dtype: torch.dtype) -> tl.dtype:
     if INTERPRETED:
         return tl.float32
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32)
+
+
+class AttentionTile(NamedTuple):
+    """One program of attention: rows times heads, and positions of a step."""
+
+    BLOCK_M: int
+    TILE_HEADS: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+# Bytes of keys and values that a program may hold in flight: what a chip has, less q, scores and a margin.
+ATTENTION_BYTES = {"sm_80": 96 << 10, "sm_89": 64 << 10, "sm_90": 128 << 10, "sm_100": 128 << 10, "gfx942": 32 << 10}
+
+
+def attention_tile(chip: str, heads: int, P: int, Pv: int, itemsize: int, *, prompt: bool) -> AttentionTile:
+    """The tile for `heads` query heads per kv head. Never depends on how many rows there are.
+
+    Decode: 16 rows of a matrix instruction are 16 heads of one position; 64 positions of 128 + 128 columns are 32 KB a
+    step. A prompt: 64 rows (128 from sm_90 on, where wgmma wants them), so that keys are read once for all of them.
+    Wide heads (latent attention: 576 + 512) take fewer positions, as many as fit two steps in flight, and 8 warps,
+    since a tile of 16 x 512 sums is 64 registers of each thread at 4.
+    """
+    TILE_HEADS = min(16, triton.next_power_of_2(heads))
+    wide = max(P, Pv) > 256
+    BLOCK_M = 16
+    if prompt:
+        BLOCK_M = max(TILE_HEADS, 32 if wide else 128 if chip in ("sm_90", "sm_100") and P <= 128 else 64)
+    num_stages = 1 if chip == "gfx942" else 2
+    BLOCK_N = 64
+    while BLOCK_N > 16 and BLOCK_N * (P + Pv) * itemsize * num_stages > ATTENTION_BYTES[chip]:
+        BLOCK_N //= 2
+    num_warps = 8 if wide or BLOCK_M == 128 else 4
+    return AttentionTile(BLOCK_M, TILE_HEADS, BLOCK_N, num_warps, num_stages)
