@@ -1,0 +1,92 @@
+"""What `status` shows is what the state says, in values that JSON knows."""
+
+import json
+
+import pytest
+
+from edge_runtime.coordinator import state as states
+from edge_runtime.coordinator.status import status_body
+from edge_runtime.coordinator.streams import Streams
+from edge_runtime.protocol import Failed, Finished, NodeReport
+from edge_runtime.tables import status_table
+from tests.support.coordinators import cluster, footprint
+from topology.placement import plan_placement
+
+
+class Watched:
+    """A state of two nodes and some requests, and its status."""
+
+    def __init__(self) -> None:
+        self.cluster = cluster("n1", "n2")
+        self.placement = plan_placement(self.cluster, footprint())
+        self.state = states.initial_state(["n1", "n2"], 1, 1.0, 5.0)
+        self.streams = Streams()
+
+    def give(self, *events: states.Event, now: float = 10.0) -> None:
+        for event in events:
+            self.state, _ = states.apply(self.state, event, now)
+
+    def body(self, now: float = 12.5) -> dict:
+        coordinator = {"address": "127.0.0.1:1", "pid": 1}
+        found = status_body(
+            self.cluster, self.placement, self.state, self.streams, coordinator=coordinator, now=now
+        )
+        assert json.loads(json.dumps(found)) == found
+        assert status_table(found)
+        return found
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+def test_a_cluster_of_which_nobody_has_come_shows_every_node_as_absent(watched):
+    body = watched.body()
+    assert not body["ready"] and body["waiting_for"] == "n1 absent, n2 absent"
+    assert body["experts_without_host"] == 8
+    for node in body["nodes"]:
+        assert (node["state"], node["pid"], node["last_heard_s"], node["report"]) == (
+            "absent",
+            None,
+            None,
+            {},
+        )
+        assert node["roles"] == ["decode", "experts", "prefill"]
+        plan = watched.placement.plan_of(node["name"])
+        assert (node["memory_planned_bytes"], node["memory_limit_bytes"]) == (
+            plan.planned_bytes,
+            plan.memory_bytes,
+        )
+        assert node["experts"] == len(plan.experts)
+
+
+def test_a_node_that_serves_shows_what_it_reported(watched):
+    report = NodeReport(state="ready", rss_bytes=5, kv_blocks_free=3, kv_blocks_total=4, numbers={"x": 1.5})
+    watched.give(
+        states.Joined("n1", b"c", "i", 77),
+        states.Progressed("n1", 50, 100),
+        states.ShareLoaded("n1", 1, 1234),
+        states.Beat("n1", report),
+    )
+    node = watched.body()["nodes"][0]
+    assert (node["state"], node["pid"], node["weight_bytes"], node["loaded_bytes"]) == ("ready", 77, 1234, 50)
+    assert (node["last_heard_s"], node["memory_used_bytes"]) == (2.5, 5)
+    assert node["report"]["numbers"] == {"x": 1.5} and node["report"]["kv_blocks_total"] == 4
+
+
+def test_a_node_that_failed_shows_why(watched):
+    watched.give(states.Joined("n2", b"c", "i", 77), states.LoadFailed("n2", 1, "no memory"))
+    body = watched.body()
+    assert body["nodes"][1]["fault"] == "no memory"
+    assert "n2: no memory" in status_table(body)
+
+
+def test_requests_are_counted_by_node_and_by_how_they_ended(watched):
+    for index in range(4):
+        watched.streams.open(f"r{index}", b"c", f"n{index % 2 + 1}", 1)
+    watched.streams.end(Finished("r0", "stop"))
+    watched.streams.end(Failed("r1", "cluster", "x", "y"))
+    body = watched.body()
+    assert body["requests"] == {"in_flight": 2, "finished": 1, "failed": 1}
+    assert [node["in_flight"] for node in body["nodes"]] == [1, 1]
