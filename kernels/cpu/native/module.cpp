@@ -11,7 +11,7 @@
 
 #include "arguments.h"
 #include "packed.h"
-#include "pool.h"
+#include "parts.h"
 #include "table.h"
 
 namespace edge {
@@ -89,69 +89,6 @@ void check_range(const char* name, const int32_t* values, int64_t count, int64_t
                               text(low) + " to " + text(high - 1));
 }
 
-// Never destroyed: its threads sleep in it until the process ends.
-Pool& pool() {
-    static Pool* const threads = new Pool;
-    return *threads;
-}
-
-// How many parts to cut work into: waking a thread takes some 10 us, so a part has to be worth several times that.
-int64_t parts_worth(int64_t multiply_adds, int64_t bytes, int64_t most) {
-    const int64_t us = std::max(multiply_adds / 50'000, bytes / 20'000);
-    const int64_t threads = pool().threads();
-    return threads <= 1 ? 1 : std::max<int64_t>(1, std::min({threads, us / 40, most}));
-}
-
-int64_t begin_of(int64_t n, int64_t parts, int64_t part) { return n * part / parts; }
-
-// Parts are panels: the rows are the same for all, each weight is read by one thread.
-void linear_in_parts(const Panels& w, const Argument& x, const Argument& out, bool add) {
-    const int64_t T = x.shape[0], panels = (w.num_outputs + 15) / 16;
-    const int64_t parts = parts_worth(T * w.num_outputs * w.num_inputs, panels * w.panel_bytes, panels / 8);
-    pool().run(parts, [&](int64_t part) {
-        const int64_t p0 = begin_of(panels, parts, part), p1 = begin_of(panels, parts, part + 1);
-        Panels mine = w;
-        mine.data += p0 * w.panel_bytes;
-        mine.num_outputs = std::min(16 * p1, w.num_outputs) - 16 * p0;
-        active->linear(mine, x.floats(), x.strides[0], T, out.floats() + 16 * p0, out.strides[0], add);
-    });
-}
-
-// Parts are runs of rows.
-void attention_in_parts(const AttentionCall& call) {
-    int64_t seen = 0;
-    for (int64_t t = 0; t < call.T; ++t) seen += call.row_position[t] + 1;
-    const int64_t parts = parts_worth(2 * seen * call.H * call.pages.P, 0, call.T);
-    pool().run(parts, [&](int64_t part) {
-        const int64_t t0 = begin_of(call.T, parts, part);
-        AttentionCall mine = call;
-        mine.q += t0 * call.q_stride;
-        mine.row_request += t0;
-        mine.row_position += t0;
-        mine.out += t0 * call.out_stride;
-        mine.T = begin_of(call.T, parts, part + 1) - t0;
-        active->paged_attention(mine);
-    });
-}
-
-// Parts are runs of experts, more parts than threads since experts have unequal rows.
-void experts_in_parts(const ExpertCall& call) {
-    if (call.groups == 0) return;
-    const Expert& first = *call.experts[0];
-    const int64_t values = first.gate_up.num_outputs * first.gate_up.num_inputs * 3 / 2;
-    const int64_t rows = call.offsets[call.groups] - call.offsets[0];
-    const int64_t worth = parts_worth(rows * values, 2 * call.groups * values, call.groups);
-    const int64_t parts = worth > 1 ? std::min(4 * worth, call.groups) : 1;
-    pool().run(parts, [&](int64_t part) {
-        const int64_t g0 = begin_of(call.groups, parts, part);
-        ExpertCall mine = call;
-        mine.offsets += g0;
-        mine.experts += g0;
-        mine.groups = begin_of(call.groups, parts, part + 1) - g0;
-        active->grouped_ffn(mine);
-    });
-}
-
 // Every call_* below returns false, having done nothing, when an argument does not fit; kernels/ops.py then says which.
 
 bool call_linear(py::handle x_, const PackedPanels& w, py::handle out_, bool add) {
@@ -159,7 +96,7 @@ bool call_linear(py::handle x_, const PackedPanels& w, py::handle out_, bool add
     const int64_t K = w.view().num_inputs, N = w.view().num_outputs;
     if (!read(x_, x) || !read(out_, out) || !x.is_rows(K) || !out.is_rows(N) || x.shape[0] != out.shape[0]) return false;
     py::gil_scoped_release release;
-    linear_in_parts(w.view(), x, out, add);
+    linear_in_parts(*active, w.view(), x.floats(), x.strides[0], x.shape[0], out.floats(), out.strides[0], add);
     return true;
 }
 
@@ -260,7 +197,7 @@ bool call_paged_attention(py::handle q_, py::handle k_pages_, py::handle v_pages
         check_range("block_tables", call.block_tables + request * M, call.row_position[t] / 16 + 1, 0, pages.num_blocks);
     }
     py::gil_scoped_release release;
-    attention_in_parts(call);
+    attention_in_parts(*active, call);
     return true;
 }
 
@@ -314,8 +251,8 @@ bool call_grouped_ffn(py::handle x_, py::handle rows_, py::handle expert_ids_, c
         sorted[place] = rows[i];
         sorted[R + place] = static_cast<int32_t>(i);
     }
-    experts_in_parts({x.floats(), x.strides[0], sorted.data(), sorted.data() + R, offsets.data(), experts.data(),
-                      static_cast<int64_t>(experts.size()), out.floats(), out.strides[0]});
+    experts_in_parts(*active, {x.floats(), x.strides[0], sorted.data(), sorted.data() + R, offsets.data(),
+                               experts.data(), static_cast<int64_t>(experts.size()), out.floats(), out.strides[0]});
     return true;
 }
 

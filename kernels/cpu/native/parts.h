@@ -1,0 +1,74 @@
+// Large calls cut into parts, one thread each. Baseline code, used by module.cpp only.
+#pragma once
+#include <algorithm>
+
+#include "pool.h"
+#include "table.h"
+
+namespace edge {
+
+// Never destroyed: its threads sleep in it until the process ends.
+inline Pool& pool() {
+    static Pool* const threads = new Pool;
+    return *threads;
+}
+
+// How many parts to cut work into: waking a thread takes some 10 us, so a part has to be worth several times that.
+inline int64_t parts_worth(int64_t multiply_adds, int64_t bytes, int64_t most) {
+    const int64_t us = std::max(multiply_adds / 50'000, bytes / 20'000);
+    const int64_t threads = pool().threads();
+    return threads <= 1 ? 1 : std::max<int64_t>(1, std::min({threads, us / 40, most}));
+}
+
+inline int64_t begin_of(int64_t n, int64_t parts, int64_t part) { return n * part / parts; }
+
+// Parts are panels: the rows are the same for all, each weight is read by one thread.
+inline void linear_in_parts(const Kernels& kernels, const Panels& w, const float* x, int64_t x_stride, int64_t T,
+                            float* out, int64_t out_stride, bool add) {
+    const int64_t panels = (w.num_outputs + 15) / 16;
+    const int64_t parts = parts_worth(T * w.num_outputs * w.num_inputs, panels * w.panel_bytes, panels / 8);
+    pool().run(parts, [&](int64_t part) {
+        const int64_t p0 = begin_of(panels, parts, part), p1 = begin_of(panels, parts, part + 1);
+        Panels mine = w;
+        mine.data += p0 * w.panel_bytes;
+        mine.num_outputs = std::min(16 * p1, w.num_outputs) - 16 * p0;
+        kernels.linear(mine, x, x_stride, T, out + 16 * p0, out_stride, add);
+    });
+}
+
+// Parts are runs of rows.
+inline void attention_in_parts(const Kernels& kernels, const AttentionCall& call) {
+    int64_t seen = 0;
+    for (int64_t t = 0; t < call.T; ++t) seen += call.row_position[t] + 1;
+    const int64_t parts = parts_worth(2 * seen * call.H * call.pages.P, 0, call.T);
+    pool().run(parts, [&](int64_t part) {
+        const int64_t t0 = begin_of(call.T, parts, part);
+        AttentionCall mine = call;
+        mine.q += t0 * call.q_stride;
+        mine.row_request += t0;
+        mine.row_position += t0;
+        mine.out += t0 * call.out_stride;
+        mine.T = begin_of(call.T, parts, part + 1) - t0;
+        kernels.paged_attention(mine);
+    });
+}
+
+// Parts are runs of experts, more parts than threads since experts have unequal rows.
+inline void experts_in_parts(const Kernels& kernels, const ExpertCall& call) {
+    if (call.groups == 0) return;
+    const Expert& first = *call.experts[0];
+    const int64_t values = first.gate_up.num_outputs * first.gate_up.num_inputs * 3 / 2;
+    const int64_t rows = call.offsets[call.groups] - call.offsets[0];
+    const int64_t worth = parts_worth(rows * values, 2 * call.groups * values, call.groups);
+    const int64_t parts = worth > 1 ? std::min(4 * worth, call.groups) : 1;
+    pool().run(parts, [&](int64_t part) {
+        const int64_t g0 = begin_of(call.groups, parts, part);
+        ExpertCall mine = call;
+        mine.offsets += g0;
+        mine.experts += g0;
+        mine.groups = begin_of(call.groups, parts, part + 1) - g0;
+        kernels.grouped_ffn(mine);
+    });
+}
+
+}  // namespace edge
