@@ -1,0 +1,83 @@
+"""The tables of `status` and `plan`: every number is there, nothing is folded, and no cell is taken for markup."""
+
+import json
+from dataclasses import replace
+
+from edge_runtime.tables import plan_body, plan_table, status_table
+from tests.support.coordinators import cluster, footprint
+from topology.cluster import MIB
+from topology.placement import plan_placement
+
+
+def status(**changes: object) -> dict:
+    node = {
+        "name": "n1",
+        "roles": ["decode", "experts"],
+        "state": "ready",
+        "pid": 77,
+        "address": "127.0.0.1:5601",
+        "memory_planned_bytes": 400 * MIB,
+        "memory_used_bytes": 300 * MIB,
+        "experts": 8,
+        "in_flight": 2,
+        "fault": None,
+        "report": {"kv_blocks_total": 64, "kv_blocks_free": 60, "tokens_generated": 123, "calls_served": 9},
+    }
+    return {
+        "cluster": "test",
+        "ready": True,
+        "waiting_for": "",
+        "epoch": 1,
+        "requests": {"in_flight": 2, "finished": 5, "failed": 1},
+        "experts_without_host": 0,
+        "nodes": [node | changes],
+    }
+
+
+def test_a_ready_cluster_is_shown_with_every_number():
+    head, requests, _, columns, row = status_table(status()).splitlines()
+    assert head == "cluster test: ready, placement epoch 1"
+    assert requests == "requests: 2 in flight, 5 finished, 1 failed"
+    assert columns.split()[:4] == ["node", "roles", "state", "pid"]
+    cells = ["n1", "decode,experts", "ready", "77", "127.0.0.1:5601", "400.0", "300.0", "8", "60", "of", "64"]
+    assert row.split() == [*cells, "2", "123", "9"]
+
+
+def test_a_cluster_that_waits_says_for_what_and_shows_faults_and_lost_experts():
+    body = status(state="failed", fault="no memory", pid=None, report={})
+    body |= {"ready": False, "waiting_for": "n1 failed (no memory)", "experts_without_host": 8}
+    text = status_table(body)
+    assert "waiting for n1 failed (no memory)" in text and "8 experts have no living host" in text
+    assert text.splitlines()[-1] == "n1: no memory"
+    assert text.splitlines()[-2].split()[3] == "-"
+
+
+def test_addresses_and_names_are_shown_letter_by_letter():
+    """`:a:` is an emoji and `[red]` a colour to a console; here they are parts of an address and a name."""
+    for cell in ("[fe80::a:b:1]:5601", "[red]:1", "host:100:x"):
+        assert f" {cell} " in status_table(status(address=cell))
+
+
+def test_nothing_is_folded_however_long(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    name = "n" * 200
+    lines = status_table(status(name=name, address="h" * 255 + ":1")).splitlines()
+    assert len(lines) == 5 and lines[-1].startswith(name)
+
+
+def test_a_plan_shows_the_same_bytes_as_its_json():
+    found = replace(cluster("n1", "n2"), memory_ratio=1.5)
+    placement = plan_placement(found, footprint())
+    body = plan_body(found, footprint(), placement)
+    assert json.loads(json.dumps(body)) is not None
+    assert (body["experts"], body["copies"], body["replicated"]) == (8, 12, 4)
+    text = plan_table(body)
+    assert text.startswith(
+        "cluster test: 8 experts in 12 copies (at most 1.5 per expert), 4 of them more than once"
+    )
+    for row in body["nodes"]:
+        plan = placement.plan_of(row["name"])
+        assert row["planned_bytes"] == plan.planned_bytes and row["memory_bytes"] == plan.memory_bytes
+        [line] = [line for line in text.splitlines() if line.startswith(f"{row['name']} ")]
+        assert f"{plan.planned_bytes / MIB:.1f}" in line.split()
+        assert f"{row['name']}: {row['why']}" in text
