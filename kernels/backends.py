@@ -9,6 +9,7 @@ import importlib
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,6 @@ MODULES = {
     "torch": "kernels.cpu.fallback",
     "reference": "kernels.reference",
 }
-ISAS = ("avx512", "avx2", "portable")
 
 _active: ModuleType | None = None
 
@@ -26,18 +26,29 @@ def load(name: str) -> ModuleType:
     """The backend of that name. ImportError says why the native one cannot be had."""
     if name not in MODULES:
         raise ValueError(f"backend: found {name!r}, expected one of {', '.join(MODULES)}")
-    module = importlib.import_module(MODULES[name])
-    if name == "native":
-        use_isa(os.environ.get("EDGE_CPU_ISA", ""))
-    return module
+    return importlib.import_module(MODULES[name])
+
+
+def choose(environment: Mapping[str, str]) -> ModuleType:
+    """The backend these variables ask for, set up as they say: native if it was built and nothing forbids it, else torch."""
+    wanted = environment.get("EDGE_KERNELS", "")
+    try:
+        backend = load(wanted or "native")
+    except ImportError:
+        if wanted:
+            raise
+        backend = load("torch")
+    if backend.NAME == "native" and (isa := environment.get("EDGE_CPU_ISA", "")):
+        use_isa(isa)
+    if threads := environment.get("EDGE_THREADS", ""):
+        backend.set_num_threads(_checked_threads(int(threads) if threads.isdecimal() else 0))
+    return backend
 
 
 def use_isa(isa: str) -> None:
-    """Let the compiled kernels use this instruction set; an empty string keeps the one in use, at first the best."""
+    """Let the compiled kernels use this instruction set, from the next call on."""
     from kernels.cpu import _native  # type: ignore[attr-defined]
 
-    if not isa:
-        return
     runnable = _native.runnable_isas()
     if isa not in runnable:
         raise ValueError(
@@ -47,27 +58,22 @@ def use_isa(isa: str) -> None:
 
 
 def active() -> ModuleType:
-    """The backend that serves: EDGE_KERNELS if set, else native if it was built, else torch."""
+    """The backend that serves, chosen by the environment of the process when first asked."""
     global _active
     if _active is None:
-        wanted = os.environ.get("EDGE_KERNELS", "")
-        if wanted:
-            _active = load(wanted)
-        else:
-            try:
-                _active = load("native")
-            except ImportError:
-                _active = load("torch")
-        if threads := os.environ.get("EDGE_THREADS", ""):
-            set_num_threads(int(threads) if threads.isdecimal() else 0)
+        _active = choose(os.environ)
     return _active
 
 
 def set_num_threads(threads: int) -> None:
     """Let the backend that serves share large calls between this many threads, the caller's included."""
+    active().set_num_threads(_checked_threads(threads))
+
+
+def _checked_threads(threads: int) -> int:
     if threads < 1:
         raise ValueError(f"threads (EDGE_THREADS): found {threads}, expected 1 or more")
-    active().set_num_threads(threads)
+    return threads
 
 
 def use(name: str) -> ModuleType:

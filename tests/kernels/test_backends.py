@@ -9,31 +9,47 @@ import pytest
 from kernels import backends
 
 
-def serving(**env):
-    script = "from kernels import backends; d = backends.describe(); print(d['backend'], d['isa'])"
+def test_the_variables_choose_backend_and_instruction_set_of_a_process(native):
+    script = "from kernels import backends; said = backends.describe(); print(said['backend'], said['isa'])"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("EDGE_")}
-    return subprocess.run(
-        [sys.executable, "-c", script], env={**clean, **env}, capture_output=True, text=True, timeout=60
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**clean, "EDGE_KERNELS": "native", "EDGE_CPU_ISA": "portable"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
+    assert run.stdout.split() == ["native", "portable"]
 
 
-def test_an_environment_variable_chooses_the_backend():
-    assert serving(EDGE_KERNELS="reference").stdout.split() == ["reference", "None"]
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_a_backend_can_be_asked_for_by_name(name):
+    assert backends.choose({"EDGE_KERNELS": name}).NAME == name
 
 
-def test_an_environment_variable_chooses_the_instruction_set(native):
-    assert serving(EDGE_CPU_ISA="portable").stdout.split() == ["native", "portable"]
+def test_the_compiled_kernels_serve_when_nothing_is_asked_for(native):
+    assert backends.choose({}).NAME == "native"
 
 
-def test_an_unknown_choice_is_refused_with_what_is_allowed(native):
-    assert "expected one of native, torch, reference" in serving(EDGE_KERNELS="cuda").stderr
-    assert "EDGE_CPU_ISA: found 'sse9', expected one of" in serving(EDGE_CPU_ISA="sse9").stderr
+@pytest.mark.parametrize(
+    "variable, value, said",
+    [
+        ("EDGE_KERNELS", "cuda", "backend: found 'cuda', expected one of native, torch, reference"),
+        ("EDGE_CPU_ISA", "sse9", "EDGE_CPU_ISA: found 'sse9', expected one of"),
+        ("EDGE_THREADS", "many", "threads .EDGE_THREADS.: found 0, expected 1 or more"),
+        ("EDGE_THREADS", "0", "threads .EDGE_THREADS.: found 0, expected 1 or more"),
+    ],
+)
+def test_an_unknown_choice_is_refused_with_what_is_allowed(native, variable, value, said):
+    with pytest.raises(ValueError, match=said):
+        backends.choose({variable: value})
 
 
-def test_a_number_of_threads_below_one_is_refused():
-    assert "threads (EDGE_THREADS): found 0, expected 1 or more" in serving(EDGE_THREADS="many").stderr
-    with pytest.raises(ValueError, match="threads"):
-        backends.set_num_threads(0)
+def test_the_number_of_threads_is_kept(backend):
+    before = backend.num_threads()
+    backends.set_num_threads(2)
+    assert backends.describe()["threads"] == 2
+    backends.set_num_threads(before)
 
 
 def test_describe_says_what_serves_and_why(backend):
@@ -41,8 +57,3 @@ def test_describe_says_what_serves_and_why(backend):
     assert said["backend"] == backend.NAME
     assert (said["isa"] is not None) == (backend.NAME == "native")
     assert said["native_error"] is None or "_native" in said["native_error"]
-
-
-def test_a_backend_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="backend: found 'cuda'"):
-        backends.load("cuda")
