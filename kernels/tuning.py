@@ -84,7 +84,7 @@ def peak_gflops() -> float:
 def stream_gbps() -> float:
     """Bytes per second that one core reads from memory."""
     buffer = torch.ones(ROTATED_BYTES // 4)
-    return ROTATED_BYTES / best_us(lambda: torch.dot(buffer, buffer)) / 1e3
+    return ROTATED_BYTES / best_us(lambda: torch.dot(buffer, buffer), 1.0) / 1e3
 
 
 def weights(N: int, K: int) -> Iterator[ops.LinearWeight]:
