@@ -136,14 +136,22 @@ def request_of(name: str, prompt_ids: Sequence[int], **options: object) -> Reque
 
 
 def run_to_end(engine: Engine, seen: list[Output] | None = None) -> dict[str, Ended]:
-    """Step until nothing is left: how every request ended. Nothing of them remains in the engine."""
+    """Step until nothing is left: how every request ended.
+
+    Each was told exactly the tokens of its answer from now on, and nothing of it remains in the engine.
+    """
     ended: dict[str, Ended] = {}
+    told: dict[str, list[int]] = {}
     while not engine.is_idle:
         outputs = engine.step()
         for output in outputs:
             if seen is not None:
                 seen.append(output)
+            if output.token_id is not None:
+                told.setdefault(output.request_id, []).append(output.token_id)
             if output.ended is not None:
+                mine = told.get(output.request_id, [])
+                assert mine == output.ended.request.output_ids[-len(mine) :] or not mine
                 assert output.request_id not in ended, f"{output.request_id} ended twice"
                 ended[output.request_id] = output.ended
         engine.scheduler.check()

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from edge_runtime.clock import SystemClock
+from edge_runtime.clock import ManualClock, SystemClock
+from edge_runtime.coordinator.daemon import CoordinatorDaemon
 from edge_runtime.errors import Refusal
 from edge_runtime.protocol import (
     Abort,
@@ -16,6 +17,7 @@ from edge_runtime.protocol import (
     DeployProgress,
     Failed,
     Finished,
+    Heartbeat,
     HeartbeatReply,
     Hello,
     PeersChanged,
@@ -25,7 +27,18 @@ from edge_runtime.protocol import (
     Tokens,
     Welcome,
 )
-from tests.support.coordinators import MODEL_HASH, SOON_S, FakeClient, FakeNode, Talker, cluster, running
+from edge_runtime.transport.endpoint import wait_any
+from tests.support.coordinators import (
+    MODEL_HASH,
+    SOON_S,
+    FakeClient,
+    FakeNode,
+    Talker,
+    cluster,
+    footprint,
+    running,
+)
+from topology.placement import plan_placement
 
 
 @pytest.fixture
@@ -424,3 +437,30 @@ def test_a_coordinator_that_stops_tells_its_clients():
 def test_a_refused_greeting_leaves_the_channel_usable(address):
     with Talker(address) as talker, pytest.raises(Refusal, match="no node is called n7"):
         talker.channel.request(Hello(node="n7"), Welcome, SOON_S)
+
+
+def test_a_coordinator_that_was_held_up_hears_what_waits_before_it_gives_anybody_up():
+    """Its own long sleep is not the nodes' silence: their heartbeats lie in the queue."""
+    found, clock = cluster("n1", heartbeat_s=1.0, lost_after_s=5.0), ManualClock(100.0)
+    daemon = CoordinatorDaemon(
+        found, footprint(), plan_placement(found, footprint()), model_hash=MODEL_HASH, keys=None, clock=clock
+    )
+
+    def take_one() -> None:
+        assert wait_any([daemon._server], SOON_S), "nothing came"
+        daemon._tick()
+
+    with FakeNode(daemon.address, "n1") as n1:
+        n1.send(n1.hello)
+        take_one()
+        n1.send(Deployed(1, 1000))
+        take_one()
+        assert daemon._state.alive == ["n1"]
+        clock.advance(60.0)
+        n1.send(Heartbeat(1))
+        take_one()
+        assert daemon._state.nodes["n1"].phase == "ready"
+        clock.advance(60.0)
+        daemon._tick()
+        assert daemon._state.nodes["n1"].phase == "lost"
+    daemon._shut_down()
