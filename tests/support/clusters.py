@@ -184,7 +184,13 @@ class LocalCluster:
         wait_for(lambda: is_idle(self.status()), "no request, and every KV block free", deadline_s)
 
     def wait_until_ready(self, deadline_s: float = 30.0) -> None:
-        wait_for(lambda: self.status()["ready"], "the cluster is ready", deadline_s)
+        try:
+            wait_for(lambda: self.status()["ready"], "the cluster is ready", deadline_s)
+        except AssertionError as error:
+            by_hand = "\n".join(process.stderr for process in self._by_hand)
+            raise AssertionError(
+                f"{error}: {self.status()['waiting_for']}\n{by_hand}\n{self.logs()}"
+            ) from None
 
     def processes(self) -> list[psutil.Process]:
         """Every process of this topology file."""
