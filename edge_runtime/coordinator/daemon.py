@@ -8,7 +8,7 @@ import psutil
 
 from edge_runtime.clock import Clock
 from edge_runtime.coordinator import state as states
-from edge_runtime.coordinator.deploy import deploy_for
+from edge_runtime.coordinator.deploy import deploy_for, experts_without_host
 from edge_runtime.coordinator.outbox import Outbox
 from edge_runtime.coordinator.route import HomeLoad, choose_home
 from edge_runtime.coordinator.status import status_body
@@ -169,7 +169,7 @@ class CoordinatorDaemon:
             self._remember_client(peer)
             self._server.send(peer, self._identity, call_id=call_id, epoch=self._placement.epoch)
             return
-        self._apply(states.Joined(hello.node, peer, hello.incarnation, hello.pid))
+        self._apply(states.Joined(hello.node, peer, hello.incarnation, hello.pid, hello.numerics))
 
     def _remember_client(self, peer: bytes) -> None:
         while len(self._clients) >= MAX_CLIENTS:
@@ -274,9 +274,15 @@ class CoordinatorDaemon:
             return Refused("request", "a request needs an id")
         if submit.request_id in self._streams:
             return Refused("request", f"request id {submit.request_id} is in use", None, submit.request_id)
-        never_ready = [r for r in self._state.nodes.values() if not r.serves and not r.has_served]
-        if never_ready:  # a first placement is served once it is whole; after that, with what is left
-            detail = f"the cluster is not ready: waiting for {self._state.waiting_for()}"
+        may_come = any(not r.serves and not r.has_served for r in self._state.nodes.values())
+        unhosted = experts_without_host(self._placement, set(self._state.alive)) if may_come else 0
+        if (
+            unhosted
+        ):  # somebody may still bring them; once all have been here, requests that need them fail and say so
+            waiting_for = self._state.waiting_for()
+            detail = (
+                f"the cluster is not ready: {unhosted} experts have no host yet, waiting for {waiting_for}"
+            )
             return Refused("not_ready", detail, RETRY_S, submit.request_id)
         return None
 

@@ -31,6 +31,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     report: NodeReport | None = None
     fault: str = ""
     has_served: bool = False
+    numerics: str = ""
 
     @property
     def serves(self) -> bool:
@@ -50,6 +51,11 @@ class ClusterState(msgspec.Struct, frozen=True):
     def alive(self) -> list[str]:
         """Nodes that serve, in the order of the file."""
         return [record.name for record in self.nodes.values() if record.serves]
+
+    @property
+    def numerics(self) -> list[str]:
+        """The kinds of kernels at work; with one kind an answer's bits do not depend on the placement."""
+        return sorted({record.numerics for record in self.nodes.values() if record.numerics})
 
     @property
     def is_ready(self) -> bool:
@@ -75,6 +81,7 @@ class Joined(NamedTuple):
     peer: bytes
     incarnation: str
     pid: int
+    numerics: str = ""
 
 
 class Beat(NamedTuple):
@@ -215,6 +222,7 @@ def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState,
         peer=event.peer,
         incarnation=event.incarnation,
         pid=event.pid,
+        numerics=event.numerics,
         last_heard_s=now,
         bytes_done=0,
         bytes_total=0,
@@ -222,7 +230,12 @@ def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState,
         fault="",
     )
     word = "is back" if returned else "joined"
-    return state, [*commands, Note(f"{event.name} {word} (pid {event.pid})"), SendShare(event.name)]
+    commands.append(Note(f"{event.name} {word} (pid {event.pid})"))
+    if len(kinds := state.numerics) > 1:
+        commands.append(
+            Note(f"nodes compute differently ({', '.join(kinds)}): last bits depend on the placement")
+        )
+    return state, [*commands, SendShare(event.name)]
 
 
 def _heard(

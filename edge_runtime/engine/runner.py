@@ -26,8 +26,8 @@ class HostedExperts(ExpertPort, Protocol):
 
     host_names: list[str]
 
-    def hosts_of(self, layer: int, expert_ids: Tensor) -> np.ndarray | None:
-        """[T, K] int32 host of every slot; None when the home serves the whole layer."""
+    def served_by(self) -> np.ndarray | None:
+        """[T, K] int32 host of every slot of the layer just run; None when the home served them all."""
 
     def begin_step(self) -> None:
         """Called before the first layer of a step."""
@@ -150,7 +150,7 @@ class Runner:
             if expert_ids is None or gate_weights is None:  # a dense layer
                 continue
             num_slots = expert_ids.shape[1]
-            hosts = self.port.hosts_of(layer, expert_ids)
+            hosts = self.port.served_by()
             if hosts is None and self._weight_is_one[layer]:
                 local_layers += 1
             else:

@@ -55,7 +55,9 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **variables
             )
-        except Exception as error:  # a template is foreign code at work on the user's values: it may raise anything
+        except (
+            Exception
+        ) as error:  # a template is foreign code at work on the user's values: it may raise anything
             raise RequestError(f"the model's chat template refuses these messages: {error}") from error
 
 

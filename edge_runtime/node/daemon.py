@@ -45,6 +45,7 @@ from edge_runtime.protocol import (
 )
 from edge_runtime.transport.endpoint import Channel, Server, Waker, next_call_id, wait_any
 from edge_runtime.transport.keys import Keys
+from kernels import backends
 from topology.cluster import Cluster, Node
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class NodeDaemon:
             role="home" if node.holds_trunk else "node",
             model_hash=checkpoint.model_hash,
             dtype=ACTIVATION_DTYPE,
+            numerics=backends.active().NAME,
             pid=os.getpid(),
             incarnation=secrets.token_hex(8),
         )
@@ -108,6 +110,7 @@ class NodeDaemon:
         """Serve until stopped."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         torch.set_num_threads(self._node.threads)
+        backends.set_num_threads(self._node.threads)
         self._service.start()
         log.info("listening on %s, roles %s", self.address, ", ".join(sorted(self._node.roles)))
         try:
@@ -317,6 +320,10 @@ class NodeDaemon:
         if self._engine is None or self._share is None or self._share.engine is None:
             why = f"node {self._node.name} has no engine for epoch {self._share.epoch if self._share else 0}"
             self._send(Failed(request_id, "cluster", "not_ready", why, node=self._node.name))
+            return
+        if request_id in self._requests:
+            why = f"request id {request_id} is in use at node {self._node.name}; choose another"
+            self._send(Failed(request_id, "user", "request", why, node=self._node.name))
             return
         settings = self._share.engine.scheduler.settings
         try:

@@ -86,6 +86,7 @@ class PlacedExperts:
         self._clock = clock
         self._calls = PeerCalls(clock)
         self._look_at_s = 0.0
+        self._served_by: np.ndarray | None = None
         self._choose()
 
     def begin_step(self) -> None:
@@ -95,11 +96,9 @@ class PlacedExperts:
             self._look_at_s = now + LOOK_S
             self._look()
 
-    def hosts_of(self, layer: int, expert_ids: Tensor) -> np.ndarray | None:
-        """[T, K] int32 host of every slot, -1 nobody; None when this node serves the whole layer."""
-        if self._is_local[layer]:
-            return None
-        return self._table_numpy[layer][expert_ids.numpy()]
+    def served_by(self) -> np.ndarray | None:
+        """[T, K] int32 host of every slot of the layer just run, -1 nobody; None if this node served them all."""
+        return self._served_by
 
     def greet_all(self, patience_s: float) -> None:
         """Wait until every living peer is usable, `patience_s` at most. For a start-up without a failed first step."""
@@ -120,11 +119,14 @@ class PlacedExperts:
         holds is Missing.
         """
         if self._is_local[layer]:
+            self._served_by = None
             began = self._clock.now()
             missing = self._local.run(layer, x, expert_ids, out)
             self.times.local += self._clock.now() - began
             return missing
         deadline = self._clock.now() + self._deadline_s
+        self._served_by = self._table_numpy[layer][expert_ids.numpy()]
+        served_by = self._served_by.reshape(-1)
         failed = self._run_once(layer, x, expert_ids, out, deadline)
         flat = expert_ids.reshape(-1)
         num_columns = expert_ids.shape[1]
@@ -134,6 +136,7 @@ class PlacedExperts:
             if bool(unhosted.any()) and self._await_peers(deadline):
                 continue
             missing.append(failed[unhosted])
+            served_by[failed.numpy()] = self._table_numpy[layer][flat[failed].numpy()]
             failed = failed[~unhosted]
             if not len(failed):
                 break

@@ -47,8 +47,10 @@ class _Identity(Message, frozen=True):
     """Who speaks and what it would compute with.
 
     node          name in the topology file; of a client, any name
-    model_hash, dtype, calibration_hash, numerics
+    model_hash, dtype, calibration_hash
                   what must be equal on both sides for their rows to mean the same; empty if not known (yet)
+    numerics      which bits its kernels give: nodes that differ here still agree within rounding, so they work together,
+                  but an answer's last bits then depend on the placement, which `status` tells
     incarnation   random hex, new with every start of the process
     expert_address  where this process answers ExpertCall, empty if nowhere
     """
@@ -98,7 +100,7 @@ def refuse_mismatch(theirs: Hello | Welcome, ours: Hello | Welcome) -> Refused |
         return Refused(
             "version", f"{ours.node} speaks protocol {ours.protocol}, {theirs.node} {theirs.protocol}"
         )
-    for field in ("model_hash", "dtype", "calibration_hash", "numerics"):
+    for field in ("model_hash", "dtype", "calibration_hash"):
         found, expected = getattr(theirs, field), getattr(ours, field)
         if found and expected and found != expected:
             what = field.replace("_", " ")

@@ -78,10 +78,11 @@ class Lacking:
         self._steps += 1
         self._port.begin_step()
 
-    def hosts_of(self, layer: int, expert_ids: Tensor) -> object:
-        return self._port.hosts_of(layer, expert_ids)
+    def served_by(self) -> object:
+        return self._port.served_by()
 
     def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
+        self.last_run = layer, expert_ids
         missing = self._port.run(layer, x, expert_ids, out)
         slots = (expert_ids.reshape(-1) == self._expert).nonzero().view(-1)
         if layer != self._layer or self._steps < self._from_step or not len(slots):

@@ -75,23 +75,30 @@ def until(condition):
 # Who may come in.
 
 
-def test_before_all_are_ready_a_prompt_is_refused_with_who_is_missing(address, client):
-    client.submit("early")
-    refused = client.next(Refused)
-    assert (refused.reason, refused.request_id) == ("not_ready", "early") and refused.retry_after_s
-    assert "n1 absent, n2 absent" in refused.detail
-    with FakeNode(address, "n1").join(), FakeNode(address, "n2") as n2:
-        n2.send(n2.hello)
-        n2.next(Welcome)
-        n2.next(Deploy)
-        n2.send(DeployProgress(1, 3_100_000, 6_800_000, "layer 0"))
-        n2.beat()
-        client.submit("still early")
-        assert "waiting for n2 loading 3.1 of 6.8 MB" in client.next(Refused).detail
-        n2.send(DeployFailed(1, "shard 2 is truncated"))
-        n2.beat()
-        client.submit("too early")
-        assert "n2 failed (shard 2 is truncated)" in client.next(Refused).detail
+def test_while_an_expert_has_no_host_yet_a_prompt_is_refused_with_who_is_missing():
+    with running(cluster("n1", "n2", memory_ratio=1.0)) as daemon, FakeClient(daemon.address) as client:
+        client.submit("early")
+        refused = client.next(Refused)
+        assert (refused.reason, refused.request_id) == ("not_ready", "early") and refused.retry_after_s
+        assert "8 experts have no host yet" in refused.detail and "n1 absent, n2 absent" in refused.detail
+        with FakeNode(daemon.address, "n1").join(), FakeNode(daemon.address, "n2") as n2:
+            n2.send(n2.hello)
+            n2.next(Welcome)
+            n2.next(Deploy)
+            n2.send(DeployProgress(1, 3_100_000, 6_800_000, "layer 0"))
+            n2.beat()
+            client.submit("still early")
+            assert "waiting for n2 loading 3.1 of 6.8 MB" in client.next(Refused).detail
+            n2.send(DeployFailed(1, "shard 2 is truncated"))
+            n2.beat()
+            client.submit("too early")
+            assert "n2 failed (shard 2 is truncated)" in client.next(Refused).detail
+
+
+def test_a_node_that_never_comes_is_not_waited_for_where_every_expert_has_another_host(address, client):
+    with FakeNode(address, "n1").join():
+        client.submit("r")
+        assert client.next(Accepted) == Accepted("r", "n1")
 
 
 def test_once_the_cluster_was_whole_it_goes_on_with_what_is_left(address, client, nodes):

@@ -120,7 +120,8 @@ def test_a_later_stage_needs_rows_and_the_first_takes_none(whole):
 
 def test_missing_experts_name_the_requests_of_their_rows_and_no_account_counts_them(whole):
     class Nowhere(Lacking):
-        def hosts_of(self, layer, expert_ids):
+        def served_by(self):
+            layer, expert_ids = self.last_run
             hosts = torch.zeros_like(expert_ids)
             hosts[(expert_ids == self._expert) & (layer == self._layer)] = -1
             return hosts.numpy()
@@ -149,8 +150,8 @@ def test_the_bill_counts_gate_weight_alike_where_a_layer_is_local_and_where_it_i
     """Weights that do not sum to 1 must not weigh more in a layer that the home serves alone."""
 
     class Spoken(Lacking):
-        def hosts_of(self, layer, expert_ids):
-            return torch.zeros_like(expert_ids).numpy()
+        def served_by(self):
+            return torch.zeros_like(self.last_run[1]).numpy()
 
     silent = runner_of(whole, 0, 4)
     spoken = runner_of(whole, 0, 4, Spoken(placed_experts(whole), layer=-1, expert=-1))
