@@ -16,7 +16,7 @@ import click
 
 from edge_runtime.clock import SystemClock
 from edge_runtime.config import resolve_topology_path, state_dir
-from edge_runtime.errors import EXIT_DONE, EXIT_OURS, EXIT_USER, EdgeError, RequestError
+from edge_runtime.errors import EXIT_DONE, EXIT_OURS, EXIT_USER, DeadlinePassed, EdgeError, RequestError
 from edge_runtime.log import setup_logging
 from topology.cluster import Cluster, find_node
 from topology.errors import TopologyError
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 COMMANDS_GROUP = "edge_runtime.commands"
 READY_S = 300.0
+CONNECT_S = 5.0
+QUIET_S = 2.0  # a longer wait says what it waits for
 
 
 class _Commands(click.Group):
@@ -248,7 +250,7 @@ def submit(
         prompts = [prompt_from_options(text, options, chat=chat, system=system, trace=trace)]
     cluster = read_cluster(resolve_topology_path(topology))
     with _client(cluster) as client:
-        client.connect()
+        _connect(client)
         if file is not None:
             _submit_file(client, prompts, wait_s)
         else:
@@ -312,7 +314,7 @@ def status(topology: Path | None, as_json: bool) -> None:
 
     cluster = read_cluster(resolve_topology_path(topology))
     with _client(cluster) as client:
-        client.connect()
+        _connect(client)
         body = client.status()
     click.echo(json.dumps(body, ensure_ascii=False) if as_json else status_table(body))
 
@@ -395,6 +397,15 @@ def _client(cluster: Cluster) -> "Client":
     return Client(cluster.coordinator, _keys(cluster, "client"), SystemClock())
 
 
+def _connect(client: "Client") -> None:
+    """Greet the coordinator; a wait for it is shown after 2 s and over after 5."""
+    try:
+        client.connect(QUIET_S)
+    except DeadlinePassed:
+        _say(f"waiting for the coordinator at {client.address}")
+        client.connect(CONNECT_S - QUIET_S)
+
+
 def _interrupt_on(*numbers: signal.Signals) -> None:
     """Let these signals do what Ctrl-C does."""
 
@@ -418,7 +429,7 @@ def _stop_on_signal(daemon: Any) -> None:
 def main() -> NoReturn:
     """Run a command; what we foresee is one sentence and an exit code, anything else is ours and shows itself."""
     try:
-        cli(standalone_mode=False)
+        cli(prog_name="edge-runtime", standalone_mode=False)
         code = EXIT_DONE
     except click.exceptions.Exit as ended:
         code = ended.exit_code

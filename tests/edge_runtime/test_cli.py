@@ -1,0 +1,292 @@
+"""The command line as scripts and people meet it: help, exit codes, one-sentence errors. No daemon is started here."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import pytest
+
+from edge_runtime import cli
+from tests.support.clusters import write_topology
+from tests.support.tiny_models import edit_config, read_tensors, write_tensors, write_tiny_qwen3_moe
+
+
+class Ended(NamedTuple):
+    exit_code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run a command in this process, in an empty folder, and say how it ended."""
+    monkeypatch.delenv("EDGE_RUNTIME_TOPOLOGY", raising=False)
+    monkeypatch.setenv("EDGE_RUNTIME_STATE", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str | Path) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["edge-runtime", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Ended(int(ended.value.code or 0), *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen3_moe(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def model(tiny: Path, tmp_path: Path) -> Path:
+    """A model of its own, to be broken."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+def commands(
+    group: click.Group, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield (*path, name), command
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+
+
+ALL = dict(commands(cli.cli))
+OWN = ("coordinator", "doctor", "down", "keys", "node", "plan", "status", "submit", "up")
+
+
+def assert_one_sentence(ended: Ended, exit_code: int, *words: str) -> None:
+    """One line that begins with `error:` and holds all words; nothing on standard output."""
+    assert ended.exit_code == exit_code, ended
+    assert ended.out == ""
+    assert ended.err.startswith("error: ") and len(ended.err.splitlines()) == 1, ended.err
+    for word in words:
+        assert word in ended.err, ended.err
+
+
+# Help.
+
+
+def test_every_command_of_the_contract_is_there() -> None:
+    assert {(name,) for name in OWN} | {("keys", "new")} <= set(ALL)
+
+
+@pytest.mark.parametrize("path", [(), *ALL], ids=" ".join)
+def test_help_of_every_command_shows_an_example_that_names_it(path: tuple[str, ...], run: Run) -> None:
+    ended = run(*path, "--help")
+    assert ended.exit_code == 0 and ended.err == ""
+    assert "Example:\n" in ended.out
+    assert " ".join(("edge-runtime", *path)) in ended.out.partition("Example:")[2]
+
+
+@pytest.mark.parametrize("path", [path for path in ALL if path[0] in OWN and path != ("keys",)], ids=" ".join)
+def test_every_command_takes_a_topology(path: tuple[str, ...]) -> None:
+    assert "--topology" in [option for parameter in ALL[path].params for option in parameter.opts]
+
+
+def test_the_version_is_the_distributions(run: Run) -> None:
+    assert run("--version").out.startswith("edge-runtime")
+
+
+# Mistakes of usage.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["nonsense"], "nonsense"),
+        (["plan", "--nonsense"], "--nonsense"),
+        (["submit", "a", "--max-tokens", "many"], "many"),
+        (["submit", "a", "b"], "b"),
+        (["node"], "NAME"),
+    ],
+)
+def test_a_mistyped_command_is_one_sentence_that_points_to_help(
+    arguments: list[str], word: str, run: Run
+) -> None:
+    assert_one_sentence(run(*arguments), 2, word, "--help")
+
+
+@pytest.mark.parametrize("arguments", [["submit"], ["submit", "hello", "--file", "prompts.jsonl"]])
+def test_submit_wants_a_prompt_or_a_file_and_not_both(arguments: list[str], run: Run) -> None:
+    assert_one_sentence(run(*arguments), 2, "PROMPT", "--file")
+
+
+def test_an_empty_prompt_is_the_users_fault(run: Run) -> None:
+    assert_one_sentence(run("submit", ""), 2, "empty")
+
+
+def test_a_missing_prompt_file_is_named(run: Run) -> None:
+    assert_one_sentence(run("submit", "--file", "nowhere.jsonl"), 2, "nowhere.jsonl")
+
+
+# The topology file.
+
+
+@pytest.mark.parametrize("command", ["up", "down", "coordinator", "status", "plan"])
+def test_without_a_topology_file_every_command_says_where_it_looked(command: str, run: Run) -> None:
+    assert_one_sentence(run(command), 2, "topology.toml", "--topology", "EDGE_RUNTIME_TOPOLOGY")
+
+
+def test_the_default_and_the_variable_name_the_file_too(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = write_topology(tmp_path, "one_node")
+    there = write_topology(tmp_path / "there", "two_nodes")
+    assert json.loads(run("plan", "--json").out)["cluster"] == "one-node"
+    monkeypatch.setenv("EDGE_RUNTIME_TOPOLOGY", str(there))
+    assert json.loads(run("plan", "--json").out)["cluster"] == "two-nodes"
+    assert json.loads(run("plan", "--json", "--topology", here).out)["cluster"] == "one-node"
+
+
+def test_a_file_with_faults_shows_all_of_them_with_their_lines(run: Run, tmp_path: Path) -> None:
+    topology = write_topology(tmp_path, "two_nodes")
+    text = topology.read_text()
+    topology.write_text(text.replace('"408 MiB"', '"408 apples"').replace('["experts"]', '["expert"]'))
+    ended = run("plan", "--topology", topology)
+    assert ended.exit_code == 2 and "Traceback" not in ended.err
+    assert "2 faults" in ended.err and "apples" in ended.err and ended.err.count("line ") == 2
+
+
+def test_a_node_that_the_file_does_not_have_is_told_the_names(run: Run, tmp_path: Path) -> None:
+    topology = write_topology(tmp_path, "two_nodes")
+    assert_one_sentence(run("node", "dest", "--topology", topology), 2, "dest", "desk", "attic")
+
+
+def test_an_address_that_others_can_reach_needs_keys(run: Run, tmp_path: Path) -> None:
+    topology = write_topology(tmp_path, "two_nodes")
+    topology.write_text(topology.read_text().replace('address = "127.0.0.1', 'address = "10.1.2.3', 1))
+    assert_one_sentence(run("plan", "--topology", topology), 2, "10.1.2.3", "keys")
+
+
+# The plan.
+
+
+def test_a_plan_says_in_bytes_what_each_node_will_hold_and_why(run: Run, tmp_path: Path) -> None:
+    topology = write_topology(tmp_path, "eight_nodes")
+    body = json.loads(run("plan", "--json", "--topology", topology).out)
+    assert len(body["nodes"]) == 8 and body["experts"] == 192
+    for node in body["nodes"]:
+        parts = ("process", "trunk", "kv", "workspace", "expert")
+        assert sum(node[f"{part}_bytes"] for part in parts) == node["planned_bytes"] <= node["memory_bytes"]
+        assert node["why"] and node["num_experts"] < 192
+    table = run("plan", "--topology", topology).out
+    assert all(node["name"] in table for node in body["nodes"])
+
+
+@pytest.mark.parametrize("sizes", [("352 MiB", "362 MiB"), ("380 MiB", "352 MiB")])
+def test_too_little_memory_is_told_in_bytes_needed_and_available(
+    sizes: tuple[str, str], run: Run, tmp_path: Path
+) -> None:
+    topology = write_topology(tmp_path, "two_nodes")
+    text = topology.read_text()
+    for much, little in zip(("408 MiB", "362 MiB"), sizes, strict=True):
+        text = text.replace(f'"{much}"', f'"{little}"')
+    topology.write_text(text)
+    ended = run("plan", "--topology", topology)
+    assert_one_sentence(ended, 2, "need", "bytes")
+    assert len(re.findall(r"\b\d{6,}\b", ended.err)) >= 2, ended.err
+
+
+# The model.
+
+
+def plan_of(model: Path, run: Run, tmp_path: Path) -> Ended:
+    return run("plan", "--topology", write_topology(tmp_path, "one_node", model=model))
+
+
+def test_a_model_in_order_is_planned(model: Path, run: Run, tmp_path: Path) -> None:
+    assert plan_of(model, run, tmp_path).exit_code == 0
+
+
+def test_a_missing_shard_is_named(model: Path, run: Run, tmp_path: Path) -> None:
+    shard = "model-00002-of-00002.safetensors"
+    (model / shard).unlink()
+    assert_one_sentence(plan_of(model, run, tmp_path), 2, shard)
+
+
+@pytest.mark.parametrize("cut", [1, 3 * 64 * 48 * 2])
+def test_a_truncated_shard_is_named(cut: int, model: Path, run: Run, tmp_path: Path) -> None:
+    shard = model / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-cut])
+    assert_one_sentence(plan_of(model, run, tmp_path), 2, shard.name, "bytes")
+
+
+def test_a_tensor_of_wrong_shape_is_named_with_both_shapes(model: Path, run: Run, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    tensors = read_tensors(model)
+    write_tensors(model, tensors | {name: tensors[name][:, :-1]})
+    assert_one_sentence(plan_of(model, run, tmp_path), 2, name, "[48, 63]", "[48, 64]")
+
+
+def test_an_unsupported_family_is_told_the_supported_ones(model: Path, run: Run, tmp_path: Path) -> None:
+    edit_config(model, model_type="llama")
+    assert_one_sentence(plan_of(model, run, tmp_path), 2, "llama", "qwen3_moe")
+
+
+def test_a_model_folder_that_does_not_exist_is_named_with_its_line(run: Run, tmp_path: Path) -> None:
+    topology = write_topology(tmp_path, "one_node", model=tmp_path / "nowhere")
+    assert_one_sentence(run("plan", "--topology", topology), 2, "nowhere", "line ")
+
+
+# Keys.
+
+
+def test_keys_are_made_for_everybody_of_the_file_and_never_overwritten(run: Run, tmp_path: Path) -> None:
+    topology = write_topology(tmp_path, "two_nodes", keys='"keys"')
+    ended = run("keys", "new", "--topology", topology)
+    assert ended.exit_code == 0
+    made = {path.name for path in (tmp_path / "keys").iterdir()}
+    names = ("coordinator", "client", "desk", "attic")
+    assert made == {f"{name}.{suffix}" for name in names for suffix in ("key", "key_secret")}
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "keys").glob("*.key_secret"))
+    assert_one_sentence(run("keys", "new", "--topology", topology), 2, "exists")
+    assert run("keys", "new", "laptop", "--topology", topology).exit_code == 0
+
+
+def test_a_missing_key_and_one_that_others_can_read_are_refused(run: Run, tmp_path: Path) -> None:
+    topology = write_topology(tmp_path, "two_nodes", keys='"keys"')
+    assert_one_sentence(
+        run("status", "--topology", topology), 2, "client.key_secret", "edge-runtime keys new"
+    )
+    run("keys", "new", "--topology", topology)
+    secret = tmp_path / "keys" / "client.key_secret"
+    secret.chmod(0o644)
+    assert_one_sentence(run("status", "--topology", topology), 2, str(secret), "chmod 600")
+
+
+# A cluster that is not there.
+
+
+def test_a_coordinator_that_is_not_there_is_waited_for_aloud_and_is_the_clusters_fault(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "QUIET_S", 0.1)
+    monkeypatch.setattr(cli, "CONNECT_S", 0.3)
+    topology = write_topology(tmp_path, "two_nodes")
+    for command in (["status"], ["submit", "hello"]):
+        ended = run(*command, "--topology", topology)
+        waiting, error = ended.err.splitlines()
+        assert (ended.exit_code, ended.out) == (3, "")
+        assert waiting.startswith("waiting for the coordinator at 127.0.0.1:")
+        assert error.startswith("error: coordinator at 127.0.0.1:")
+
+
+def test_down_of_what_is_not_up_is_done(run: Run, tmp_path: Path) -> None:
+    topology = write_topology(tmp_path, "two_nodes")
+    for _ in range(2):
+        ended = run("down", "--topology", topology)
+        assert ended.exit_code == 0 and "nothing" in ended.err
