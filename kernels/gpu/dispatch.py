@@ -1,5 +1,7 @@
 """dispatch in Triton. Defined by kernels.reference.dispatch."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -78,11 +80,18 @@ def place_kernel(
         done += tl.sum(has)
 
 
-def dispatch(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int, *, trim: bool = True) -> Dispatched:
-    """Group the pairs of expert_ids [T, K] by host_of_expert [E]; pairs of host -1 appear in no group.
+class OnDevice(NamedTuple):
+    """`Dispatched` whose offsets are on the device too, and whose lists [T * K] mean nothing behind the last offset."""
 
-    Without `trim` nothing waits for the device, and what lies behind the last offset means nothing.
-    """
+    pairs: Tensor
+    offsets: Tensor
+    rows: Tensor
+    row_offsets: Tensor
+    pair_rows: Tensor
+
+
+def dispatch_on_device(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int) -> OnDevice:
+    """`dispatch` without a word to the host."""
     T, K = expert_ids.shape
     device = expert_ids.device
     counts = torch.zeros(2, num_hosts, dtype=torch.int32, device=device)
@@ -94,7 +103,12 @@ def dispatch(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int, *, trim
     place_kernel[(num_hosts,)](
         expert_ids, host_of_expert, offsets, pairs, rows, pair_rows, T, num_hosts, **constants
     )
-    if trim:
-        num_pairs, num_rows = offsets[:, -1].tolist()
-        pairs, rows, pair_rows = pairs[:num_pairs], rows[:num_rows], pair_rows[:num_pairs]
-    return Dispatched(pairs, offsets[0], rows, offsets[1], pair_rows)
+    return OnDevice(pairs, offsets[0], rows, offsets[1], pair_rows)
+
+
+def dispatch(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int) -> Dispatched:
+    """Group the pairs of expert_ids [T, K] by host_of_expert [E]; pairs of host -1 appear in no group. Waits for the device."""
+    pairs, offsets, rows, row_offsets, pair_rows = dispatch_on_device(expert_ids, host_of_expert, num_hosts)
+    ends, row_ends = offsets.cpu().numpy(), row_offsets.cpu().numpy()
+    num_pairs, num_rows = int(ends[-1]), int(row_ends[-1])
+    return Dispatched(pairs[:num_pairs], ends, rows[:num_rows], row_ends, pair_rows[:num_pairs])

@@ -34,9 +34,9 @@ def free_groups(pick, e, in_row, SIZE: tl.constexpr, NUM: tl.constexpr, TOP: tl.
     open_groups = tl.broadcast_to((groups < NUM).to(tl.int32), (ROWS, NUM_PAD))
     free = tl.zeros((ROWS, BLOCK_E), dtype=tl.int32)
     for _ in range(TOP):
-        g = best_free(group_score, open_groups, groups, NUM_PAD)[:, None]
-        open_groups = tl.where(groups == g, 0, open_groups)
-        free = tl.where(in_row & (e // SIZE == g), 1, free)
+        best = best_free(group_score, open_groups, groups, NUM_PAD)[:, None]
+        open_groups = tl.where(groups == best, 0, open_groups)
+        free = tl.where(in_row & (e // SIZE == best), 1, free)
     return free
 
 

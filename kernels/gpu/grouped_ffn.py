@@ -12,8 +12,16 @@ from torch import Tensor
 from kernels.gpu.product import multiply
 from kernels.gpu.quantise import GROUP, SCALE_DTYPE, value_dtype
 from kernels.gpu.tile_table import tile_table
-from kernels.gpu.tiles import INTERPRETED, NIBBLE_FORMATS, launch_options, operand_dtype, product_tile, target
-from kernels.gpu.weights import ExpertBank
+from kernels.gpu.tiles import (
+    INTERPRETED,
+    NIBBLE_BLOCK,
+    NIBBLE_FORMATS,
+    launch_options,
+    operand_dtype,
+    product_tile,
+    target,
+)
+from kernels.gpu.weights import ExpertBank, ExpertLayout
 
 ELEMENT = {
     torch.bfloat16: tl.bfloat16,
@@ -44,8 +52,9 @@ def activate(first, second, alpha, limit, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def section(address, OFFSET: tl.constexpr, ELEMENT: tl.constexpr):
-    # A part of an expert's buffer as a pointer; every part begins on 256 bytes.
-    return tl.multiple_of((address + OFFSET).to(tl.pointer_type(ELEMENT)), 16)
+    # A part of an expert's buffer as a pointer; every part begins on 256 bytes. OFFSET counts elements: added to the
+    # address it would be folded, and with it the hint that loads may be whole.
+    return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16) + OFFSET
 
 
 @triton.jit
@@ -167,7 +176,7 @@ def down_kernel(
         address = tl.load(addresses_ptr + expert)
         if HAS_SLICES:
             begin = tl.multiple_of(tl.load(ranges_ptr + expert * 2), 16)
-            F_here = tl.load(ranges_ptr + expert * 2 + 1)
+            F_here = tl.multiple_of(tl.load(ranges_ptr + expert * 2 + 1), 16)
         else:
             begin = 0
             F_here = F
@@ -208,6 +217,15 @@ def down_kernel(
         )
 
 
+def section_offsets(layout: ExpertLayout, name: str) -> dict[str, int]:
+    """Where values, scales and bias of "in" or "out" begin, in elements of each."""
+    return {
+        "W_OFFSET": layout.first_element(name),
+        "SCALE_OFFSET": layout.first_element(f"{name}_scale"),
+        "BIAS_OFFSET": layout.first_element(f"{name}_bias"),
+    }
+
+
 def grouped_ffn(
     x: Tensor,
     rows: Tensor,
@@ -239,8 +257,10 @@ def grouped_ffn(
     chip = target(x.device)
     rows_each = R // bank.num_resident  # the bits do not depend on it, the speed does
     pair = layout.activation != "relu"
-    first = product_tile(chip, rows_each, layout.format, pair=pair, prompt=prompt)
-    second = product_tile(chip, rows_each, layout.format, pair=False, prompt=prompt)
+    first = product_tile(chip, rows_each, F, D, layout.format, experts=True, pair=pair, prompt=prompt)
+    second = product_tile(chip, rows_each, D, F, layout.format, experts=True, prompt=prompt)
+    if bank.has_slices and layout.format in NIBBLE_FORMATS:
+        second = second._replace(BLOCK_K=NIBBLE_BLOCK)  # a slice may end anywhere between blocks
     table = tile_table(expert_ids, bank.addresses, bank.missing, first.BLOCK_M)
     assert first.BLOCK_M == second.BLOCK_M
     inner_dtype = torch.float32 if INTERPRETED else layout.operand
@@ -266,9 +286,7 @@ def grouped_ffn(
         F,
         bank.alpha,
         bank.limit,
-        W_OFFSET=layout.offset("in"),
-        SCALE_OFFSET=layout.offset("in_scale"),
-        BIAS_OFFSET=layout.offset("in_bias"),
+        **section_offsets(layout, "in"),
         ACTIVATION=layout.activation,
         MASK_K=D % first.BLOCK_K != 0,
         BLOCK_M=first.BLOCK_M,
@@ -287,9 +305,7 @@ def grouped_ffn(
         out.stride(0),
         D,
         F,
-        W_OFFSET=layout.offset("out"),
-        SCALE_OFFSET=layout.offset("out_scale"),
-        BIAS_OFFSET=layout.offset("out_bias"),
+        **section_offsets(layout, "out"),
         HAS_SLICES=bank.has_slices,
         MASK_K=bank.has_slices or F % second.BLOCK_K != 0,
         BLOCK_M=second.BLOCK_M,

@@ -123,7 +123,7 @@ def linear(
     if T == 0:
         return out
     chip = target(x.device)
-    tile = product_tile(chip, T, w.format, pair=False, prompt=prompt)
+    tile = product_tile(chip, T, N, K, w.format, experts=False, prompt=prompt)
     linear_kernel[(triton.cdiv(T, tile.BLOCK_M), triton.cdiv(N, tile.BLOCK_N))](
         x,
         w.values,

@@ -56,7 +56,7 @@ def multiply(
     MASK_K: tl.constexpr,  # False where k_count is a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # nibble formats: a multiple of 64 that divides the stored columns
 ):
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     second = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -66,41 +66,43 @@ def multiply(
         # unbroken runs of x. Blocks are [K / 64, N, 32 bytes], scales [K / GROUP, N]: a tile is one stretch of memory.
         j = tl.arange(0, 32)
         weights = w_ptr + n[None, :] * 32 + j[:, None]
-        for k0 in range(0, k_count, 64):
-            block = (k_begin + k0) // 64  # block * N * 32 is half of K * N: 31 bits do
-            if MASK_K:
-                low = tl.load(
-                    x_ptr + x_rows[:, None] + (k0 + j)[None, :],
-                    mask=in_rows[:, None] & (k0 + j < k_count)[None, :],
-                    other=0.0,
-                )
-                high = tl.load(
-                    x_ptr + x_rows[:, None] + (k0 + 32 + j)[None, :],
-                    mask=in_rows[:, None] & (k0 + 32 + j < k_count)[None, :],
-                    other=0.0,
-                )
-            else:
-                low = tl.load(x_ptr + x_rows[:, None] + (k0 + j)[None, :], mask=in_rows[:, None], other=0.0)
-                high = tl.load(x_ptr + x_rows[:, None] + (k0 + 32 + j)[None, :], mask=in_rows[:, None], other=0.0)
-            low, high = low.to(OPERAND), high.to(OPERAND)
-            low_group = (block * 64 // GROUP) * N
-            high_group = ((block * 64 + 32) // GROUP) * N
-            codes = tl.load(weights + block * N * 32, mask=in_n[None, :], other=0).to(tl.int32)
-            low_scale = load_scale(scale_ptr, low_group + n, in_n, FORMAT)
-            high_scale = load_scale(scale_ptr, high_group + n, in_n, FORMAT)
-            w_low = unpack_nibble(codes & 15, low_scale[None, :], FORMAT).to(OPERAND)
-            w_high = unpack_nibble(codes >> 4, high_scale[None, :], FORMAT).to(OPERAND)
-            total = tl.dot(low, w_low, total, input_precision="ieee")
-            total = tl.dot(high, w_high, total, input_precision="ieee")
-            if PAIR:
-                m = n + pair_rows
-                codes = tl.load(weights + (block * N + pair_rows) * 32, mask=in_n[None, :], other=0).to(tl.int32)
-                low_scale = load_scale(scale_ptr, low_group + m, in_n, FORMAT)
-                high_scale = load_scale(scale_ptr, high_group + m, in_n, FORMAT)
+        for step in range(0, k_count, BLOCK_K):
+            for part in tl.static_range(BLOCK_K // 64):
+                k0 = step + part * 64
+                block = (k_begin + k0) // 64  # block * N * 32 is half of K * N: 31 bits do
+                if MASK_K:
+                    low = tl.load(
+                        x_ptr + x_rows[:, None] + (k0 + j)[None, :],
+                        mask=in_rows[:, None] & (k0 + j < k_count)[None, :],
+                        other=0.0,
+                    )
+                    high = tl.load(
+                        x_ptr + x_rows[:, None] + (k0 + 32 + j)[None, :],
+                        mask=in_rows[:, None] & (k0 + 32 + j < k_count)[None, :],
+                        other=0.0,
+                    )
+                else:
+                    low = tl.load(x_ptr + x_rows[:, None] + (k0 + j)[None, :], mask=in_rows[:, None], other=0.0)
+                    high = tl.load(x_ptr + x_rows[:, None] + (k0 + 32 + j)[None, :], mask=in_rows[:, None], other=0.0)
+                low, high = low.to(OPERAND), high.to(OPERAND)
+                low_group = (block * 64 // GROUP) * N
+                high_group = ((block * 64 + 32) // GROUP) * N
+                codes = tl.load(weights + block * N * 32, mask=in_n[None, :], other=0).to(tl.int32)
+                low_scale = load_scale(scale_ptr, low_group + n, in_n, FORMAT)
+                high_scale = load_scale(scale_ptr, high_group + n, in_n, FORMAT)
                 w_low = unpack_nibble(codes & 15, low_scale[None, :], FORMAT).to(OPERAND)
                 w_high = unpack_nibble(codes >> 4, high_scale[None, :], FORMAT).to(OPERAND)
-                second = tl.dot(low, w_low, second, input_precision="ieee")
-                second = tl.dot(high, w_high, second, input_precision="ieee")
+                total = tl.dot(low, w_low, total, input_precision="ieee")
+                total = tl.dot(high, w_high, total, input_precision="ieee")
+                if PAIR:
+                    m = n + pair_rows
+                    codes = tl.load(weights + (block * N + pair_rows) * 32, mask=in_n[None, :], other=0).to(tl.int32)
+                    low_scale = load_scale(scale_ptr, low_group + m, in_n, FORMAT)
+                    high_scale = load_scale(scale_ptr, high_group + m, in_n, FORMAT)
+                    w_low = unpack_nibble(codes & 15, low_scale[None, :], FORMAT).to(OPERAND)
+                    w_high = unpack_nibble(codes >> 4, high_scale[None, :], FORMAT).to(OPERAND)
+                    second = tl.dot(low, w_low, second, input_precision="ieee")
+                    second = tl.dot(high, w_high, second, input_precision="ieee")
     else:
         k = tl.arange(0, BLOCK_K)
         weights = w_ptr + n[None, :] * K + (k_begin + k)[:, None]

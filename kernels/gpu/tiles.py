@@ -42,26 +42,29 @@ class Tile(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# Few rows: weights stream once, so what counts is bytes in flight. A step of 128 columns is 256 bytes of every weight
-# row in bfloat16, two full lines; 4 stages of (16 + 64) x 128 x 2 = 20 KB leave room for a second program per
-# multiprocessor on sm_80 and sm_90. sm_89 and gfx942 hold less: fewer stages. 4 warps share the outputs, 16 each.
-FEW = {
-    "sm_80": Tile(16, 64, 128, 4, 4),
-    "sm_89": Tile(16, 64, 128, 4, 4),
-    "sm_90": Tile(16, 64, 128, 4, 5),
-    "sm_100": Tile(16, 64, 128, 4, 5),
-    "gfx942": Tile(16, 64, 128, 4, 2),
-}
+# Columns that one product of two tiles sums, for few rows and for more: the same, so that a row's sum is formed in the
+# same steps whatever tile it is in. 128 columns are 256 bytes of every bfloat16 weight row, two full lines.
+STEP = 128
 
-# More rows, same bits as FEW: on sm_80 and sm_89 there is one matrix instruction (m16n8k16) whatever the tile, so the
+# Few rows: weights stream once, so what counts is programs (one for each multiprocessor at least) and bytes in flight
+# (about 20 KB each at 4 TB/s and 0.7 us). Dense: outputs of a program by the weight's N, so that N = 2048 is 128 programs;
+# 16 x 128 columns x 2 bytes x 6 stages are 24 KB in flight. Experts: several at once, so 32 outputs each.
+FEW_BY_OUTPUTS = (
+    (4096, Tile(16, 16, STEP, 2, 6)),
+    (16384, Tile(16, 32, STEP, 4, 4)),
+    (1 << 31, Tile(16, 64, STEP, 4, 4)),
+)
+FEW_EXPERTS = Tile(16, 32, STEP, 4, 4)
+
+# More rows, same bits as few: on sm_80 and sm_89 there is one matrix instruction (m16n8k16) whatever the tile, so the
 # tile may be large. From sm_90 on 64 rows and 4 warps would switch to wgmma or tcgen05, which sum in another order, so
 # rows stay at 32. gfx942: 16 x 16 instructions everywhere (see INSTRUCTION).
 MORE = {
-    "sm_80": Tile(64, 64, 64, 4, 3),
-    "sm_89": Tile(64, 64, 64, 4, 3),
-    "sm_90": Tile(32, 128, 64, 4, 4),
-    "sm_100": Tile(32, 128, 64, 4, 4),
-    "gfx942": Tile(64, 64, 64, 4, 2),
+    "sm_80": Tile(64, 64, STEP, 4, 3),
+    "sm_89": Tile(64, 64, STEP, 4, 2),
+    "sm_90": Tile(32, 128, STEP, 4, 3),
+    "sm_100": Tile(32, 128, STEP, 4, 3),
+    "gfx942": Tile(64, 64, STEP, 4, 2),
 }
 
 # A prompt by itself, bits of its own: 2 x 128 x 128 products per (128 + 128) x 64 values read; wgmma and tcgen05 from
@@ -100,16 +103,31 @@ def target(device: torch.device) -> str:
     return _chip(device.index if device.index is not None else torch.cuda.current_device())
 
 
-def product_tile(chip: str, M: int, format: str, *, pair: bool, prompt: bool) -> Tile:
-    """The tile for M rows (of one weight): few, more, or a prompt's; `pair` sums gate and up side by side.
+def product_tile(
+    chip: str, M: int, N: int, K: int, format: str, *, experts: bool, pair: bool = False, prompt: bool = False
+) -> Tile:
+    """The tile for M rows of one weight [N, K]: few, more, or a prompt's; `pair` sums gate and up side by side.
 
     Only `prompt` changes bits; M does not.
     """
-    tile = (PROMPT if prompt else FEW if M <= 16 else MORE)[chip]
-    if pair:
-        tile = tile._replace(BLOCK_N=max(32, tile.BLOCK_N // 2) if not prompt else tile.BLOCK_N)
+    if prompt:
+        tile = PROMPT[chip]
+        if pair and format in NIBBLE_FORMATS:
+            tile = tile._replace(BLOCK_N=tile.BLOCK_N // 2)  # unpacking takes registers too: 128 x 64 x 2 spilled
+    elif M > 16:
+        tile = MORE[chip]
+        if pair:
+            tile = tile._replace(BLOCK_N=tile.BLOCK_N // 2)
+    elif experts:
+        tile = FEW_EXPERTS
+    else:
+        tile = next(tile for limit, tile in FEW_BY_OUTPUTS if limit >= N)
+    if chip == "gfx942":
+        tile = tile._replace(num_stages=2)
     if format in NIBBLE_FORMATS:
-        tile = tile._replace(BLOCK_K=NIBBLE_BLOCK)  # one block of codes, whose two scales are one vector each
+        # Whole blocks of codes, several to a step so that enough bytes are in flight; as many as divide the columns.
+        blocks, most = -(-K // NIBBLE_BLOCK), 4 if M <= 16 and not prompt else 1
+        tile = tile._replace(BLOCK_K=NIBBLE_BLOCK * max(n for n in range(1, most + 1) if blocks % n == 0))
     elif format == "float32":
         # Twice the bytes, and no matrix instruction keeps all of float32: plain multiply-adds, small tiles.
         tile = tile._replace(BLOCK_M=min(tile.BLOCK_M, 32), BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)
@@ -156,9 +174,11 @@ def attention_tile(chip: str, heads: int, P: int, Pv: int, itemsize: int, *, pro
     BLOCK_M = 16
     if prompt:
         BLOCK_M = max(TILE_HEADS, 32 if wide else 128 if chip in ("sm_90", "sm_100") and P <= 128 else 64)
-    num_stages = 1 if chip == "gfx942" else 2
+    buffers = 1 if chip == "gfx942" else 2
     BLOCK_N = 64
-    while BLOCK_N > 16 and BLOCK_N * (P + Pv) * itemsize * num_stages > ATTENTION_BYTES[chip]:
+    while BLOCK_N > 16 and BLOCK_N * (P + Pv) * itemsize * buffers > ATTENTION_BYTES[chip]:
         BLOCK_N //= 2
-    num_warps = 8 if wide or BLOCK_M == 128 else 4
+    # Decode reads keys where a table says that was itself just read: one stage more, for the table.
+    num_stages = 1 if chip == "gfx942" else 2 if prompt else 3
+    num_warps = 8 if wide or BLOCK_M == 128 or (prompt and max(P, Pv) > 128) else 4
     return AttentionTile(BLOCK_M, TILE_HEADS, BLOCK_N, num_warps, num_stages)

@@ -128,13 +128,16 @@ class ExpertLayout:
         found["end"] = (end, (), torch.uint8)
         return found
 
-    def offset(self, name: str) -> int:
-        """Bytes from the buffer's begin; 0 for a part that is absent."""
-        return self.sections.get(name, (0,))[0]
+    def first_element(self, name: str) -> int:
+        """Elements from the buffer's begin to a part; 0 for a part that is absent."""
+        if name not in self.sections:
+            return 0
+        offset, _, dtype = self.sections[name]
+        return offset // dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        return self.offset("end")
+        return self.first_element("end")
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """One part of an expert's buffer, in its shape and dtype."""
@@ -311,7 +314,9 @@ class ExpertBank:
         if self.layout is not None and expert.layout != self.layout:
             raise ValueError(f"expert: packed as {expert.layout}, expected {self.layout} as the others in this bank")
         step = NIBBLE_BLOCK if expert.format in NIBBLE_FORMATS else 16  # loads stay whole
-        if begin % step or not 0 <= begin < begin + count <= self.F or (count % step and begin + count < self.F):
+        whole = (begin, count) == (0, self.F)
+        ends_well = begin + count == self.F or (begin + count) % step == 0
+        if not whole and not (0 <= begin < begin + count <= self.F and begin % step == 0 and ends_well and self.F % 16 == 0):
             raise ValueError(
                 f"slice: found rows {begin} to {begin + count}, expected multiples of {step} within 0 to {self.F}"
             )
@@ -346,6 +351,9 @@ class ExpertBank:
     def resident(self) -> tuple[int, ...]:
         """Ids of the resident experts and slices, ascending."""
         return tuple(sorted(self._experts))
+
+    def expert(self, expert_id: int) -> ExpertWeight:
+        return self._experts[expert_id]
 
     @property
     def num_resident(self) -> int:
