@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 
+import msgspec
 import psutil
 
 from edge_runtime.clock import Clock
@@ -51,6 +52,10 @@ TICK_S = 0.1
 RETRY_S = 1.0
 PROBE_S = 1.0  # how often a client that takes nothing is looked for
 MAX_BACKLOG = 1000  # messages taken before time is looked at
+MAX_MOVES = 3  # homes a request may lose before it is given up
+HOMELESS_S = 30.0  # how long a request waits for another home
+HOME_IS_GONE = ("stopping", "not_ready")  # failures of a home, not of the request
+SEED_BITS = 63
 MAX_CLIENTS = 4096  # connections remembered; the oldest idle one must greet again
 
 
@@ -66,12 +71,15 @@ class CoordinatorDaemon:
         model_hash: str,
         keys: Keys | None,
         clock: Clock,
+        homeless_s: float = HOMELESS_S,
     ) -> None:
+        """homeless_s: how long a request whose home is gone waits for another, seconds."""
         self._cluster = cluster
         self._footprint = footprint
         self._placement = placement
         self._clock = clock
         self._keys = keys
+        self._homeless_s = homeless_s
         self._identity = Welcome(
             node="coordinator",
             role="coordinator",
@@ -125,6 +133,7 @@ class CoordinatorDaemon:
         now = self._clock.now()
         self._tick_at_s = now + TICK_S
         self._apply(states.Tick())
+        self._find_homes()
         for client in self._outbox.flush():
             self._client_gone(client)
         if now >= self._probe_at_s:
@@ -197,6 +206,10 @@ class CoordinatorDaemon:
                     )  # ended here; the node does not know yet
                 else:
                     self._deliver(self._streams.tokens(message))
+            case Failed(reason=reason) if reason in HOME_IS_GONE:
+                if self._streams.node_of(message.request_id) == name:
+                    self._streams.lose_home(message.request_id, message.detail, self._clock.now())
+                    self._find_homes(but=name)
             case Finished() | Failed():
                 if self._streams.node_of(message.request_id) == name:
                     self._deliver(self._streams.end(message))
@@ -245,6 +258,9 @@ class CoordinatorDaemon:
     def _submit(self, peer: bytes, submit: Submit, call_id: int) -> None:
         request_id = submit.request_id
         refused = self._why_not(submit)
+        if submit.sampling.get("seed") is None:  # drawn here, so that another home would draw the same tokens
+            seed = secrets.randbits(SEED_BITS)
+            submit = msgspec.structs.replace(submit, sampling={**submit.sampling, "seed": seed})
         home = None if refused else self._choose_home()
         if refused is None and home is None:
             detail = f"no node can answer now: waiting for {self._state.waiting_for()}"
@@ -254,7 +270,7 @@ class CoordinatorDaemon:
         if refused is not None or home is None:
             self._outbox.send(peer, refused, call_id)
             return
-        self._streams.open(request_id, peer, home, submit.credit)
+        self._streams.open(submit, peer, home)
         if not self._outbox.send(peer, Accepted(request_id, home), call_id):
             self._client_gone(peer)
 
@@ -286,17 +302,44 @@ class CoordinatorDaemon:
             return Refused("not_ready", detail, RETRY_S, submit.request_id)
         return None
 
-    def _choose_home(self) -> str | None:
+    def _choose_home(self, but: str = "") -> str | None:
         loads = [
             HomeLoad(node.name, self._streams.in_flight(node.name), self._cluster.max_requests)
             for node in self._cluster.nodes
-            if DECODE in node.roles and self._state.nodes[node.name].serves
+            if DECODE in node.roles and self._state.nodes[node.name].serves and node.name != but
         ]
         return choose_home(loads)
 
+    def _find_homes(self, but: str = "") -> None:
+        """Let another node go on with each request that lost its home: prompt and tokens so far are prefilled there.
+
+        A request waits for a home as long as a client would; one that lost three homes is not tried on a fourth.
+        """
+        now = self._clock.now()
+        for stream in self._streams.homeless():
+            request_id = stream.request_id
+            home = self._choose_home(but) if stream.moves <= MAX_MOVES else None
+            if home is not None:
+                resumed = msgspec.structs.replace(stream.submit, output_ids=list(stream.token_ids))
+                if self._send_to(home, resumed) is None:
+                    log.info(
+                        "request %s goes on at %s after %d tokens", request_id, home, len(stream.token_ids)
+                    )
+                    self._streams.move(request_id, home)
+                    if not self._outbox.send(stream.client, Accepted(request_id, home)):
+                        self._client_gone(stream.client)
+            elif stream.moves > MAX_MOVES or now - stream.homeless_s > self._homeless_s:
+                self._deliver(
+                    self._streams.end(
+                        Failed(request_id, "cluster", "node_lost", stream.why, node=stream.lost_node)
+                    )
+                )
+
     def _abort(self, request_id: str) -> None:
         node = self._streams.node_of(request_id)
-        if node is not None:
+        if node == "":
+            self._deliver(self._streams.end(Finished(request_id, "abort")))
+        elif node is not None:
             self._server.send(self._state.nodes[node].peer, Abort(request_id))
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
@@ -333,10 +376,10 @@ class CoordinatorDaemon:
                 message = PeersChanged(self._placement.epoch, self._state.alive)
                 for name in self._state.alive:
                     self._server.send(self._state.nodes[name].peer, message)
-            case states.FailRequests(name, why):
+            case states.MoveRequests(name, why):
                 for request_id in self._streams.of_node(name):
-                    failed = Failed(request_id, "cluster", "node_lost", why, node=name)
-                    self._deliver(self._streams.end(failed))
+                    self._streams.lose_home(request_id, why, self._clock.now())
+                self._find_homes(but=name)
 
     def _send_share(self, name: str) -> None:
         record = self._state.nodes[name]
@@ -358,10 +401,9 @@ class CoordinatorDaemon:
             log.warning("%s cannot be reached; it will be sent its share when it greets again", name)
 
     def _shut_down(self) -> None:
-        for record in self._state.nodes.values():
-            for request_id in self._streams.of_node(record.name):
-                why = "the coordinator was stopped while the request was being answered"
-                self._deliver(self._streams.end(Failed(request_id, "cluster", "stopping", why)))
+        for request_id in list(self._streams):
+            why = "the coordinator was stopped while the request was being answered"
+            self._deliver(self._streams.end(Failed(request_id, "cluster", "stopping", why)))
         self._outbox.flush()
         self._clock.sleep(0.05)  # let the last messages leave: linger is 0
         self._server.close()

@@ -137,8 +137,8 @@ class AnnounceAlive(NamedTuple):
     """Tell every serving node who serves. Said exactly when the set of serving nodes has changed."""
 
 
-class FailRequests(NamedTuple):
-    """The requests whose home this node was end here. Said exactly when a node that served does so no more."""
+class MoveRequests(NamedTuple):
+    """The requests whose home this node was need another. Said exactly when a node that served does so no more."""
 
     name: str
     why: str
@@ -150,7 +150,7 @@ class Note(NamedTuple):
     text: str
 
 
-Command = SendShare | RefuseJoin | AnnounceAlive | FailRequests | Note
+Command = SendShare | RefuseJoin | AnnounceAlive | MoveRequests | Note
 
 
 def initial_state(node_names: list[str], epoch: int, heartbeat_s: float, lost_after_s: float) -> ClusterState:
@@ -195,7 +195,7 @@ def _apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState,
                 return state, [Note(f"{name} failed to load epoch {epoch}, which is not wanted: {reason}")]
             commands: list[Command] = [Note(f"{name} failed: {reason}")]
             if state.nodes[name].serves:
-                commands.append(FailRequests(name, f"node {name} failed while it was answering ({reason})"))
+                commands.append(MoveRequests(name, f"node {name} failed while it was answering ({reason})"))
             return _replace(state, name, phase="failed", last_heard_s=now, fault=reason), commands
 
 
@@ -214,7 +214,7 @@ def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState,
         what = (
             f"the connection to node {event.name} broke" if returned else f"node {event.name} was restarted"
         )
-        commands.append(FailRequests(event.name, f"{what} while it was answering"))
+        commands.append(MoveRequests(event.name, f"{what} while it was answering"))
     state = _replace(
         state,
         event.name,
@@ -275,7 +275,7 @@ def _gone(state: ClusterState, name: str, phase: Phase, reason: str) -> tuple[Cl
     commands: list[Command] = [Note(f"{name} {phase}: {reason}")]
     if known.serves:
         word = "left" if phase == "left" else "was lost"
-        commands.append(FailRequests(name, f"node {name} {word} ({reason}) while it was answering"))
+        commands.append(MoveRequests(name, f"node {name} {word} ({reason}) while it was answering"))
     return _replace(state, name, phase=phase, fault=reason), commands
 
 

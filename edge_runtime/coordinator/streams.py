@@ -4,10 +4,11 @@ Pure. A slow client never fills a queue: it has a window of messages, and what c
 merged into few messages that wait.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from edge_runtime.protocol import Failed, Finished, Tokens
+from edge_runtime.protocol import Failed, Finished, Submit, Tokens
 
 MERGED_TOKENS = (
     1024  # of one message at most; with 20 logprobs each that is a quarter of what a message may hold
@@ -24,13 +25,28 @@ class Delivery(NamedTuple):
 
 @dataclass
 class Stream:
-    """One request on its way. `credit` is how many Tokens messages may still be sent before the client grants more."""
+    """One request on its way.
 
-    request_id: str
+    node       its home; empty while it has none
+    credit     how many Tokens messages may still be sent before the client grants more
+    token_ids  the answer so far, whether or not the client has it yet: another home goes on after these
+    moves      how often it lost its home; homeless_s: since when it has none; lost_node, why: which it was, what happened
+    """
+
+    submit: Submit
     client: bytes
     node: str
     credit: int
     waiting: list[Tokens] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    moves: int = 0
+    homeless_s: float = 0.0
+    lost_node: str = ""
+    why: str = ""
+
+    @property
+    def request_id(self) -> str:
+        return self.submit.request_id
 
     def next_message(self) -> Tokens:
         """Take the oldest of what waits, with as much of what follows as fits in one message."""
@@ -69,13 +85,33 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._streams)
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 
-    def open(self, request_id: str, client: bytes, node: str, credit: int) -> None:
-        """A request was routed to `node`. The id must be new."""
-        assert request_id not in self._streams, f"request {request_id} is already running"
-        self._streams[request_id] = Stream(request_id, client, node, max(1, credit))
+    def open(self, submit: Submit, client: bytes, node: str) -> None:
+        """A request was routed to `node`. Its id must be new."""
+        assert submit.request_id not in self._streams, f"request {submit.request_id} is already running"
+        self._streams[submit.request_id] = Stream(submit, client, node, max(1, submit.credit))
+        self._in_flight[node] = self._in_flight.get(node, 0) + 1
+
+    def lose_home(self, request_id: str, why: str, now: float) -> None:
+        """The request's home is gone; `why` is told if no other takes it."""
+        stream = self._streams[request_id]
+        self._in_flight[stream.node] -= 1
+        stream.node, stream.lost_node, stream.why = "", stream.node, why
+        stream.moves += 1
+        stream.homeless_s = now
+
+    def homeless(self) -> list[Stream]:
+        """Requests that wait for another home, in the order in which they were submitted."""
+        return [stream for stream in self._streams.values() if not stream.node]
+
+    def move(self, request_id: str, node: str) -> None:
+        """`node` goes on with a request that had no home."""
+        self._streams[request_id].node = node
         self._in_flight[node] = self._in_flight.get(node, 0) + 1
 
     def in_flight(self, node: str) -> int:
@@ -91,10 +127,11 @@ class Streams:
         return stream.client if stream else None
 
     def tokens(self, message: Tokens) -> list[Delivery]:
-        """Tokens came from the node: what goes to the client now. Nothing if the request is unknown."""
+        """Tokens came from the node: what goes to the client now. Nothing if unknown, or not what comes next."""
         stream = self._streams.get(message.request_id)
-        if stream is None:
+        if stream is None or message.index != len(stream.token_ids):
             return []
+        stream.token_ids += message.token_ids
         stream.waiting.append(message)
         return _release(stream)
 
@@ -111,7 +148,8 @@ class Streams:
         stream = self._streams.pop(message.request_id, None)
         if stream is None:
             return []
-        self._in_flight[stream.node] -= 1
+        if stream.node:
+            self._in_flight[stream.node] -= 1
         if isinstance(message, Failed):
             self.num_failed += 1
         else:

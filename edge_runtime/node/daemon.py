@@ -338,8 +338,12 @@ class NodeDaemon:
             self._send(Failed(request_id, "user", "request", str(error), node=self._node.name))
             return
         stream = AnswerStream(self._tokenizer.stream(), request.params.stop)
-        self._requests[request_id] = HomeRequest(request, stream, self._node.name)
-        self._engine.submit(request)
+        home = self._requests[request_id] = HomeRequest(request, stream, self._node.name)
+        ended = home.resume(settings.eos_ids, settings.context_tokens, self._clock.now())
+        if ended is not None:
+            self._take_outputs([Output(request_id, None, None, ended)])
+        else:
+            self._engine.submit(request)
 
     def _abort(self, request_id: str) -> None:
         if self._engine is not None and request_id in self._requests:

@@ -1,19 +1,17 @@
 """The requests whose home this node is: from Generate to a Request, and from outputs to messages.
 
-Pure but for the random seed of a request that brings none. Knows the tokenizer; no socket, no engine.
+Pure. Knows the tokenizer; no socket, no engine.
 """
 
-import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from edge_runtime.engine.engine import Ended, Output
-from edge_runtime.engine.request import Request, check_params, check_prompt, read_params
+from edge_runtime.engine.request import FinishReason, Request, check_params, check_prompt, read_params
 from edge_runtime.errors import RequestError
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.answers import AnswerStream
 from edge_runtime.protocol import Failed, Finished, Generate, Timing, TokenLogprobs, Tokens
-
-SEED_BITS = 63
 
 
 def make_request(
@@ -29,11 +27,10 @@ def make_request(
         prompt_ids = tokenizer.encode_chat(generate.messages)
     else:
         prompt_ids = list(generate.prompt_ids or ())
-    fields = dict(generate.sampling)
-    if fields.get("seed") is None:
-        fields["seed"] = secrets.randbits(SEED_BITS)
-    params = read_params(fields)
+    params = read_params(generate.sampling)
     check_params(params, vocab_size)
+    if params.seed is None:
+        raise RequestError("a request needs a seed; the coordinator draws one where the client gives none")
     check_prompt(prompt_ids, vocab_size, context_tokens)
     return Request(
         generate.request_id, prompt_ids, params, now, salt=generate.salt, output_ids=generate.output_ids
@@ -48,6 +45,22 @@ class HomeRequest:
     stream: AnswerStream
     node: str
     stopped: bool = False
+
+    def resume(self, eos_ids: Collection[int], context_tokens: int, now: float) -> Ended | None:
+        """Catch up with an answer that another home began. How it ended, if its last token was the end of it."""
+        request = self.request
+        for token_id in request.output_ids:
+            self.stream.push(token_id)
+        self.stopped = self.stream.stopped
+        if not request.output_ids:
+            return None
+        params, last = request.params, request.output_ids[-1]
+        reason: FinishReason | None = None
+        if self.stopped or last in params.stop_token_ids or (last in eos_ids and not params.ignore_eos):
+            reason = "stop"
+        elif len(request.output_ids) >= params.max_tokens or len(request.tokens) >= context_tokens:
+            reason = "length"
+        return Ended(request, reason, "", now) if reason else None
 
     def take(self, output: Output) -> tuple[list[Tokens | Finished | Failed], bool]:
         """Turn one output into messages; the flag says that the engine should stop this request now."""

@@ -71,12 +71,20 @@ def cluster(*names: str, **changes: object) -> Cluster:
 
 
 @contextmanager
-def running(cluster: Cluster, parts: ModelFootprint | None = None) -> Iterator[CoordinatorDaemon]:
+def running(
+    cluster: Cluster, parts: ModelFootprint | None = None, *, homeless_s: float = SOON_S
+) -> Iterator[CoordinatorDaemon]:
     """The coordinator of a cluster, until the block is left. A fault of its own fails the test."""
     parts = parts or footprint()
     faults: list[BaseException] = []
     daemon = CoordinatorDaemon(
-        cluster, parts, plan_placement(cluster, parts), model_hash=MODEL_HASH, keys=None, clock=CLOCK
+        cluster,
+        parts,
+        plan_placement(cluster, parts),
+        model_hash=MODEL_HASH,
+        keys=None,
+        clock=CLOCK,
+        homeless_s=homeless_s,
     )
 
     def run() -> None:
@@ -156,10 +164,10 @@ class FakeNode(Talker):
         return self
 
     def beat(self) -> None:
-        """One heartbeat and its answer."""
+        """One heartbeat and its answer; what else is said meanwhile is passed over."""
         self.beats += 1
         self.send(Heartbeat(self.beats))
-        assert self.next(HeartbeatReply, skip=(PeersChanged,)).sequence == self.beats
+        assert self.next(HeartbeatReply, skip=(PeersChanged, Generate)).sequence == self.beats
 
     def request(self) -> Generate:
         """The next request that is routed here."""

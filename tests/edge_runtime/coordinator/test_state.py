@@ -11,10 +11,10 @@ from edge_runtime.coordinator.state import (
     ClusterState,
     Command,
     Event,
-    FailRequests,
     Joined,
     Left,
     LoadFailed,
+    MoveRequests,
     Note,
     Progressed,
     RefuseJoin,
@@ -56,7 +56,7 @@ class Membership(RuleBasedStateMachine):
         announced = [command for command in commands if isinstance(command, AnnounceAlive)]
         assert len(announced) == (before.alive != after.alive)
         assert not announced or commands[-1] is announced[0], "told before it is so"
-        failed = [command.name for command in commands if isinstance(command, FailRequests)]
+        failed = [command.name for command in commands if isinstance(command, MoveRequests)]
         assert failed == [n for n in before.alive if n not in after.alive]
         for command in commands:
             if isinstance(command, SendShare):
@@ -235,7 +235,7 @@ def test_silence_leads_by_suspicion_to_loss_within_lost_after(cluster):
         if not phases or phases[-1] != cluster.phase():
             phases.append(cluster.phase())
     assert phases == ["ready", "suspect", "lost"]
-    [fail] = [command for command in told if isinstance(command, FailRequests)]
+    [fail] = [command for command in told if isinstance(command, MoveRequests)]
     assert fail.name == "n1" and "not heard from for 5." in fail.why
     assert told.count(AnnounceAlive()) == 1 and cluster.state.alive == ["n2", "n3"]
 
@@ -247,7 +247,7 @@ def test_a_second_process_of_a_name_is_refused_while_the_first_is_heard_and_take
     cluster.now += 2.6
     commands = cluster.give(Joined("n1", b"other", "second", 99))
     assert SendShare("n1") in commands and AnnounceAlive() in commands
-    assert [c.why for c in commands if isinstance(c, FailRequests)] == [
+    assert [c.why for c in commands if isinstance(c, MoveRequests)] == [
         "node n1 was restarted while it was answering"
     ]
     assert cluster.state.nodes["n1"].weight_bytes == 0
@@ -255,7 +255,7 @@ def test_a_second_process_of_a_name_is_refused_while_the_first_is_heard_and_take
 
 def test_a_node_back_on_a_new_connection_has_lost_its_requests_and_is_told_its_share(cluster):
     commands = cluster.give(Joined("n1", b"new", "i-n1", 7))
-    assert [type(c) for c in commands] == [FailRequests, Note, SendShare, AnnounceAlive]
+    assert [type(c) for c in commands] == [MoveRequests, Note, SendShare, AnnounceAlive]
     assert "connection to node n1 broke" in commands[0].why
     assert cluster.give(ShareLoaded("n1", 1, 10))[-1] == AnnounceAlive()
 
@@ -271,14 +271,14 @@ def test_a_node_that_never_served_fails_no_requests_when_it_goes():
 
 def test_a_node_that_fails_while_it_serves_takes_its_requests_with_it(cluster):
     commands = cluster.give(LoadFailed("n2", 1, "out of memory"))
-    assert [type(c) for c in commands] == [Note, FailRequests, AnnounceAlive]
+    assert [type(c) for c in commands] == [Note, MoveRequests, AnnounceAlive]
     assert cluster.state.waiting_for() == "n2 failed (out of memory)"
 
 
 def test_what_a_node_says_at_length_is_kept_short(cluster):
     for event in (LoadFailed("n1", 1, "x" * 60_000), Left("n2", "y" * 60_000)):
         commands = cluster.give(event)
-        assert all(len(c.why) < 2000 for c in commands if isinstance(c, FailRequests))
+        assert all(len(c.why) < 2000 for c in commands if isinstance(c, MoveRequests))
     assert len(cluster.state.waiting_for()) < 4000
 
 

@@ -7,7 +7,7 @@ import pytest
 from edge_runtime.coordinator import state as states
 from edge_runtime.coordinator.status import status_body
 from edge_runtime.coordinator.streams import Streams
-from edge_runtime.protocol import Failed, Finished, NodeReport
+from edge_runtime.protocol import Failed, Finished, NodeReport, Submit
 from edge_runtime.tables import status_table
 from tests.support.coordinators import cluster, footprint
 from topology.placement import plan_placement
@@ -84,7 +84,7 @@ def test_a_node_that_failed_shows_why(watched):
 
 def test_requests_are_counted_by_node_and_by_how_they_ended(watched):
     for index in range(4):
-        watched.streams.open(f"r{index}", b"c", f"n{index % 2 + 1}", 1)
+        watched.streams.open(Submit(f"r{index}", prompt="p", credit=1), b"c", f"n{index % 2 + 1}")
     watched.streams.end(Finished("r0", "stop"))
     watched.streams.end(Failed("r1", "cluster", "x", "y"))
     body = watched.body()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from edge_runtime.coordinator.streams import MERGED_CHARS, MERGED_TOKENS, Delivery, Streams
-from edge_runtime.protocol import Failed, Finished, TokenLogprobs, Tokens, encode
+from edge_runtime.protocol import Failed, Finished, Submit, TokenLogprobs, Tokens, encode
 
 LETTERS = st.text("abc\u00e9\U0001f600", max_size=3)
 
@@ -29,9 +29,22 @@ class Windows(RuleBasedStateMachine):
     )
     def opens(self, client: bytes, node: str, credit: int) -> None:
         request_id = f"r{len(self.granted)}"
-        self.streams.open(request_id, client, node, credit)
+        self.streams.open(Submit(request_id, prompt="p", credit=credit), client, node)
         self.opened[request_id] = (client, node, max(1, credit))
         self.granted[request_id] = max(1, credit)
+
+    @precondition(lambda self: self.opened)
+    @rule(data=st.data(), to=st.sampled_from(["n1", "n2"]))
+    def loses_its_home_and_finds_another(self, data, to: str) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.opened)))
+        client, node, credit = self.opened[request_id]
+        before = self.streams.in_flight(node)
+        self.streams.lose_home(request_id, "gone", 1.0)
+        assert self.streams.in_flight(node) == before - 1 and self.streams.node_of(request_id) == ""
+        [stream] = self.streams.homeless()
+        assert stream.token_ids == [token for part in self.sent[request_id] for token in part.token_ids]
+        self.streams.move(request_id, to)
+        self.opened[request_id] = (client, to, credit)
 
     def take(self, request_id: str, deliveries: list[Delivery]) -> None:
         client, _, _ = self.opened[request_id]
@@ -128,7 +141,7 @@ TestWindows = Windows.TestCase
 
 def test_a_long_answer_that_waits_with_all_its_logprobs_stays_within_what_can_be_sent():
     streams = Streams()
-    streams.open("r", b"c", "n1", 1)
+    streams.open(Submit("r", prompt="p", credit=1), b"c", "n1")
     top = [(2**31 - 1, -0.123456789)] * 20
     for index in range(3 * MERGED_TOKENS):
         streams.tokens(Tokens("r", index, [index], "word", [TokenLogprobs(index, -0.1, top)]))
@@ -142,7 +155,7 @@ def test_a_long_answer_that_waits_with_all_its_logprobs_stays_within_what_can_be
 
 def test_texts_that_wait_are_cut_where_a_message_would_become_too_long():
     streams = Streams()
-    streams.open("r", b"c", "n1", 1)
+    streams.open(Submit("r", prompt="p", credit=1), b"c", "n1")
     for index in range(9):
         streams.tokens(Tokens("r", index, [index], "\u20ac" * (MERGED_CHARS // 2)))
     deliveries = streams.grant("r", 100)
@@ -151,13 +164,36 @@ def test_texts_that_wait_are_cut_where_a_message_would_become_too_long():
 
 def test_a_credit_of_none_still_lets_one_message_out():
     streams = Streams()
-    streams.open("r", b"c", "n1", 0)
+    streams.open(Submit("r", prompt="p", credit=0), b"c", "n1")
     assert len(streams.tokens(Tokens("r", 0, [1]))) == 1
     assert streams.tokens(Tokens("r", 1, [2])) == []
 
 
 def test_the_same_id_cannot_run_twice():
     streams = Streams()
-    streams.open("r", b"c", "n1", 1)
+    streams.open(Submit("r", prompt="p", credit=1), b"c", "n1")
     with pytest.raises(AssertionError, match="already running"):
-        streams.open("r", b"d", "n2", 1)
+        streams.open(Submit("r", prompt="p", credit=1), b"d", "n2")
+
+
+def test_tokens_that_do_not_come_next_are_dropped():
+    streams = Streams()
+    streams.open(Submit("r", prompt="p", credit=9), b"c", "n1")
+    assert len(streams.tokens(Tokens("r", 0, [5]))) == 1
+    assert streams.tokens(Tokens("r", 0, [5])) == [] and streams.tokens(Tokens("r", 2, [7])) == []
+    assert len(streams.tokens(Tokens("r", 1, [6]))) == 1
+
+
+def test_a_request_without_a_home_can_end():
+    streams = Streams()
+    streams.open(Submit("r", prompt="p", credit=9), b"c", "n1")
+    streams.lose_home("r", "node n1 was lost", 5.0)
+    [stream] = streams.homeless()
+    assert (stream.lost_node, stream.why, stream.moves, stream.homeless_s) == (
+        "n1",
+        "node n1 was lost",
+        1,
+        5.0,
+    )
+    assert len(streams.end(Finished("r", "abort"))) == 1
+    assert len(streams) == 0 and streams.in_flight("n1") == 0

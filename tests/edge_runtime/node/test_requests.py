@@ -1,0 +1,113 @@
+"""A request at its home: what comes in wrong is refused, what goes out is whole, and another home's answer goes on."""
+
+import pytest
+
+from edge_runtime.engine.engine import Ended, Output
+from edge_runtime.errors import RequestError
+from edge_runtime.model.tokenizer import Tokenizer
+from edge_runtime.node.answers import AnswerStream
+from edge_runtime.node.requests import HomeRequest, make_request
+from edge_runtime.protocol import Failed, Finished, Generate, Tokens
+from tests.support.greedy import MODEL as DEMO_MODEL
+
+SAMPLING = {"max_tokens": 40, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.open(DEMO_MODEL)
+
+
+def home_of(tokenizer, *, output_ids=(), **sampling):
+    generate = Generate("r", prompt="Once", sampling=SAMPLING | sampling, output_ids=list(output_ids))
+    request = make_request(generate, tokenizer, vocab_size=8192, context_tokens=512, now=0.0)
+    return HomeRequest(request, AnswerStream(tokenizer.stream(), request.params.stop), "n1")
+
+
+def told(home, ids, last="length"):
+    """What the client gets of these tokens: ids, text, and the end."""
+    messages = []
+    for index, token_id in enumerate(ids):
+        ended = Ended(home.request, last, "", 1.0) if index == len(ids) - 1 else None
+        found, abort = home.take(Output("r", token_id, None, ended))
+        messages += found
+        if abort:
+            messages += home.take(Output("r", None, None, Ended(home.request, "abort", "", 1.0)))[0]
+            break
+    ids = [token for message in messages if isinstance(message, Tokens) for token in message.token_ids]
+    return ids, "".join(message.text for message in messages if isinstance(message, Tokens)), messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "exactly one of prompt, messages and prompt_ids"),
+        ({"prompt": "a", "prompt_ids": [1]}, "exactly one of prompt, messages and prompt_ids"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt_ids": []}, "empty"),
+        ({"prompt_ids": [8192]}, "8192"),
+        ({"prompt_ids": [1] * 512}, "512 tokens but the context holds 512"),
+        ({"prompt": "a", "sampling": {"temperature": -1.0, "seed": 1}}, "temperature"),
+        ({"prompt": "a", "sampling": {"heat": 1, "seed": 1}}, "heat"),
+        ({"prompt": "a", "sampling": {}}, "seed"),
+        ({"messages": [{"content": "no role"}]}, "role"),
+    ],
+)
+def test_what_cannot_be_served_is_the_users_fault_in_one_sentence(tokenizer, fields, message):
+    generate = Generate("r", **({"sampling": SAMPLING} | fields))
+    with pytest.raises(RequestError, match=message) as caught:
+        make_request(generate, tokenizer, vocab_size=8192, context_tokens=512, now=0.0)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_parts_of_an_answer_are_the_whole_text(tokenizer):
+    ids = tokenizer.encode("caf\u00e9 \U0001f600 \u4f60\u597d")[1:]
+    found, text, end = told(home_of(tokenizer), ids)
+    assert (found, text) == (ids, tokenizer.decode(ids))
+    assert isinstance(end, Finished) and end.completion_tokens == len(ids) and end.finish_reason == "length"
+
+
+def test_a_stop_string_ends_the_answer_and_what_the_engine_still_brings_is_swallowed(tokenizer):
+    ids = tokenizer.encode("one two three four five six")[1:]
+    found, text, end = told(home_of(tokenizer, stop=["three"]), ids)
+    assert text == "one two " and end.finish_reason == "stop"
+    assert found == ids[: len(found)] and len(found) < len(ids)
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_another_home_goes_on_with_an_answer_as_if_it_had_begun_it(tokenizer, cut):
+    ids = tokenizer.encode("a caf\u00e9 \U0001f600 with three more words and the end")[1:]
+    whole = told(home_of(tokenizer, stop=["the end", "\U0001f600 wither"]), ids)
+    first, second = home_of(tokenizer, stop=["the end", "\U0001f600 wither"]), None
+    begun = [first.take(Output("r", token_id, None, None))[0] for token_id in ids[:cut]]
+    second = home_of(tokenizer, stop=["the end", "\U0001f600 wither"], output_ids=ids[:cut])
+    assert second.resume((2,), 512, 1.0) is None
+    _, rest, end = told(second, ids[cut:])
+    assert "".join(message.text for messages in begun for message in messages) + rest == whole[1]
+    assert (end.finish_reason, end.completion_tokens) == (whole[2].finish_reason, whole[2].completion_tokens)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "output_ids", "reason"),
+    [
+        ({}, [9, 2], "stop"),
+        ({"ignore_eos": True}, [9, 2], None),
+        ({"stop_token_ids": [9]}, [8, 9], "stop"),
+        ({"max_tokens": 2}, [8, 9], "length"),
+        ({}, [8, 9], None),
+        ({}, [], None),
+    ],
+)
+def test_an_answer_whose_last_token_ended_it_is_over_at_once(tokenizer, sampling, output_ids, reason):
+    ended = home_of(tokenizer, output_ids=output_ids, **sampling).resume((2,), 512, 1.0)
+    assert (ended.finish_reason if ended else None) == reason
+
+
+def test_a_failure_says_whose_it_is(tokenizer):
+    home = home_of(tokenizer)
+    [failed], _ = home.take(
+        Output("r", None, None, Ended(home.request, "error", "no living node holds it", 1.0))
+    )
+    assert failed == Failed("r", "cluster", "experts", "no living node holds it", node="n1")
+    [failed], _ = home.take(Output("r", None, None, Ended(home.request, "error", "too long", 1.0, True)))
+    assert (failed.kind, failed.reason) == ("user", "request")
