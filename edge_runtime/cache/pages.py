@@ -3,22 +3,29 @@
 It knows shapes and bytes; which request owns which block is the pool's business.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from edge_runtime.cache.block_pool import BLOCK_TOKENS
+from edge_runtime.model.spec import KVShape
 
 
-def kv_bytes_per_block(num_layers: int, num_kv_heads: int, head_width: int) -> int:
-    """Bytes of one block over `num_layers` layers: keys and values, float32."""
-    return 2 * num_layers * num_kv_heads * head_width * BLOCK_TOKENS * 4
+def kv_bytes_per_block(shapes: Mapping[int, KVShape]) -> int:
+    """Bytes of one block over these layers: keys and values, float32; shared ones count where they are kept."""
+    return sum(
+        shape.num_heads * (shape.key_width + shape.value_width) * BLOCK_TOKENS * 4
+        for shape in shapes.values()
+        if shape.shared_with is None
+    )
 
 
 class KVPages:
-    """Keys and values of layers `[first_layer, last_layer)`, allocated once.
+    """Keys and values of some layers, allocated once. Layers may differ in shape, and may share with one another.
 
-    k(layer)  [num_blocks, G, P, 16] float32  the 16 tokens of a block are the innermost axis (SIMD lanes)
-    v(layer)  [num_blocks, G, 16, P] float32
+    k(layer)  [num_blocks, G, P, 16] float32            the 16 tokens of a block are the innermost axis (SIMD lanes)
+    v(layer)  [num_blocks, G, 16, value width] float32
 
     All `nbytes` are zeroed, and thereby touched, on construction: memory that is not there shows at load and
     never in the middle of an answer, and what a node reports as resident is what it will need. For 1024 blocks
@@ -29,36 +36,47 @@ class KVPages:
     0 * nan is nan.
     """
 
-    def __init__(
-        self, num_blocks: int, *, num_kv_heads: int, head_width: int, first_layer: int, last_layer: int
-    ) -> None:
-        if num_blocks < 1 or last_layer <= first_layer:
-            raise ValueError(f"no pages for {num_blocks} blocks of layers [{first_layer}, {last_layer})")
+    def __init__(self, num_blocks: int, shapes: Mapping[int, KVShape]) -> None:
+        if num_blocks < 1 or not shapes:
+            raise ValueError(f"no pages for {num_blocks} blocks of {len(shapes)} layers")
         self.num_blocks = num_blocks
-        self.first_layer = first_layer
-        self.last_layer = last_layer
-        num_layers = last_layer - first_layer
-        # empty + zero_ and not zeros, which may leave the pages to be mapped at first touch.
-        shape = (num_layers, num_blocks, num_kv_heads)
-        self._k = torch.empty((*shape, head_width, BLOCK_TOKENS), dtype=torch.float32).zero_()
-        self._v = torch.empty((*shape, BLOCK_TOKENS, head_width), dtype=torch.float32).zero_()
-        self._k_layers = list(self._k.unbind(0))
-        self._v_layers = list(self._v.unbind(0))
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = num_blocks * kv_bytes_per_block(shapes)
         """Bytes allocated, all of them resident."""
-        return int(self._k.nbytes + self._v.nbytes)
+        own = {layer: shape for layer, shape in shapes.items() if shape.shared_with is None}
+        # One piece, and empty + zero_ and not zeros, which may leave the pages to be mapped at first touch.
+        memory = torch.empty(self.nbytes // 4, dtype=torch.float32).zero_()
+        pages: dict[int, tuple[Tensor, Tensor]] = {}
+        at = 0
+        for layer, shape in own.items():
+            parts = []
+            for width, tail in (
+                (shape.key_width, (shape.key_width, BLOCK_TOKENS)),
+                (shape.value_width, (BLOCK_TOKENS, shape.value_width)),
+            ):
+                count = num_blocks * shape.num_heads * width * BLOCK_TOKENS
+                parts.append(memory[at : at + count].view(num_blocks, shape.num_heads, *tail))
+                at += count
+            pages[layer] = (parts[0], parts[1])
+        for layer, shape in shapes.items():
+            if shape.shared_with is not None:
+                if shape.shared_with not in pages:
+                    raise ValueError(
+                        f"layer {layer} uses keys and values of layer {shape.shared_with}, which is not among "
+                        f"layers {min(shapes)} to {max(shapes)}; a stage must hold both"
+                    )
+                pages[layer] = pages[shape.shared_with]
+        self._pages = pages
 
     def k(self, layer: int) -> Tensor:
         """Keys of a layer, by its number in the model."""
-        return self._k_layers[self._index(layer)]
+        return self._of(layer)[0]
 
     def v(self, layer: int) -> Tensor:
         """Values of a layer, by its number in the model."""
-        return self._v_layers[self._index(layer)]
+        return self._of(layer)[1]
 
-    def _index(self, layer: int) -> int:
-        if not self.first_layer <= layer < self.last_layer:
-            raise IndexError(f"layer {layer} is not in [{self.first_layer}, {self.last_layer})")
-        return layer - self.first_layer
+    def _of(self, layer: int) -> tuple[Tensor, Tensor]:
+        if layer not in self._pages:
+            first, last = min(self._pages), max(self._pages)
+            raise IndexError(f"layer {layer} is not in [{first}, {last + 1})")
+        return self._pages[layer]

@@ -102,7 +102,7 @@ class Runner:
     def __post_init__(self) -> None:
         self._served = ServedWeight(len(self.port.host_names))
         self._weight_is_one = {
-            index: layer.gate is not None and layer.gate.renormalise
+            index: layer.gate is not None and layer.gate.weights_sum_to_one
             for index, layer in enumerate(self.decoder.spec.layers)
         }
 

@@ -1,7 +1,14 @@
-"""One layer's attention over paged keys and values. Knows rows, slots and block tables, not who asked for them."""
+"""One layer's attention over paged keys and values, for every family by its AttentionSpec.
 
-from typing import NamedTuple, Protocol
+Knows rows, slots and block tables, not who asked for them.
+"""
 
+from collections.abc import Mapping
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
 from torch import Tensor
 
 from edge_runtime.model.spec import AttentionSpec
@@ -31,75 +38,256 @@ class Pages(Protocol):
         """[num_blocks, G, P, 16] float32."""
 
     def v(self, layer: int) -> Tensor:
-        """[num_blocks, G, 16, P] float32."""
+        """[num_blocks, G, 16, value width] float32."""
 
 
 class AttentionWeights(NamedTuple):
-    """One layer's attention."""
+    """One layer's attention with keys and values of their own, or of another layer. Vectors are float32."""
 
-    qkv: LinearWeight  # [(H + 2 G) P, D], queries above keys above values
-    qkv_bias: Tensor | None  # [(H + 2 G) P] float32
+    qkv: LinearWeight  # [(H + 2 G) P, D], queries above keys above values; without values or without both where so
     out: LinearWeight  # [D, H P]
-    out_bias: Tensor | None  # [D] float32
-    q_norm: Tensor | None  # [P] float32
-    k_norm: Tensor | None  # [P] float32
+    rope: tuple[Tensor, Tensor]  # cos and sin, [S, P/2]
+    qkv_bias: Tensor | None = None
+    out_bias: Tensor | None = None  # [D]
+    q_norm: Tensor | None = None  # [P], or [H P] over the whole projection
+    k_norm: Tensor | None = None  # [P], or [G P]
+    sinks: Tensor | None = None  # [H]
+
+
+class LatentWeights(NamedTuple):
+    """One layer's latent attention: C latent, R turned, A plain, U value width, Q query rank. Vectors are float32."""
+
+    down: LinearWeight  # [H (A + R) + C + R, D], or [Q + C + R, D] if queries have a latent too
+    out: LinearWeight  # [D, H U]
+    rope: tuple[Tensor, Tensor]  # cos and sin, [S, R/2]
+    kv_latent_norm: Tensor  # [C]
+    to_latent: tuple[
+        LinearWeight, ...
+    ]  # H of [C, A]: a plain query into the latent, so that no key is rebuilt
+    from_latent: tuple[LinearWeight, ...]  # H of [U, C]: a mixture of latents into the head's value
+    q_latent_norm: Tensor | None = None  # [Q]
+    q_up: LinearWeight | None = None  # [H (A + R), Q]
+    down_bias: Tensor | None = None
+    out_bias: Tensor | None = None  # [D]
 
 
 class AttentionRows(NamedTuple):
-    """The buffers of one step's T rows: views of one allocation, made once per T."""
+    """The buffers of one step's T rows of a layer with its own heads: views of one allocation, made once per T."""
 
-    qkv: Tensor  # [T, (H + 2 G) P]
-    q: Tensor  # [T, H, P], in qkv
-    k: Tensor  # [T, G, P], in qkv
-    v: Tensor  # [T, G, P], in qkv
+    projected: Tensor  # [T, (H + 2 G) P] or fewer, what the projection writes
+    turned: Tensor  # [T, (H + 2 G) P] or fewer, what a clip touches
+    q: Tensor  # [T, H, P], in projected
+    k: Tensor  # [T, G, P], in projected
+    v: Tensor  # [T, G, P], in projected or behind it
+    q_rows: Tensor  # [T, H P], the same memory as q
+    k_rows: Tensor  # [T, G P], the same memory as k
     mixed: Tensor  # [T, H, P]
     mixed_rows: Tensor  # [T, H P], the same memory
 
 
-def attention_rows(spec: AttentionSpec, qkv: Tensor, mixed: Tensor) -> AttentionRows:
-    """Name the parts of two buffers: qkv [T, (H + 2 G) P] and mixed [T, H P], float32."""
+class LatentRows(NamedTuple):
+    """The buffers of one step's T rows of latent attention."""
+
+    down: Tensor  # [T, Q + C + R] or [T, H (A + R) + C + R]
+    q_latent: Tensor  # [T, Q], in down
+    q_rows: Tensor  # [T, H (A + R)], in down if queries have no latent
+    q: Tensor  # [T, H, A + R], the same memory
+    latent: Tensor  # [T, C], in down
+    k: Tensor  # [T, 1, C + R], in down
+    v: Tensor  # [T, 1, C], in down
+    absorbed: Tensor  # [T, H, C + R], queries as the latent sees them
+    mixed: Tensor  # [T, H, C]
+    values: Tensor  # [T, H U]
+
+
+def attention_floats(spec: AttentionSpec) -> int:
+    """Float32 numbers per row that a layer's attention needs as buffers."""
+    return sum(_latent_widths(spec) if spec.latent else _head_widths(spec))
+
+
+def attention_rows(spec: AttentionSpec, buffer: Tensor, num_rows: int) -> AttentionRows | LatentRows:
+    """Name the parts of a buffer for a layer: [at least num_rows * attention_floats(spec)] float32."""
+    widths = _latent_widths(spec) if spec.latent else _head_widths(spec)
+    ends = pairwise(accumulate((num_rows * width for width in widths), initial=0))
+    sections = [buffer[a:b].view(num_rows, -1) if b > a else buffer[a:b] for a, b in ends]
+    return _latent_rows(spec, *sections) if spec.latent else _head_rows(spec, *sections)
+
+
+def _head_widths(spec: AttentionSpec) -> tuple[int, int]:
+    num_heads = spec.num_heads + (0 if spec.kv_shared_with is not None else 2 * spec.num_kv_heads)
+    return num_heads * spec.head_width, spec.num_heads * spec.head_width
+
+
+def _head_rows(spec: AttentionSpec, qkv: Tensor, mixed: Tensor) -> AttentionRows:
     H, G, P = spec.num_heads, spec.num_kv_heads, spec.head_width
-    q, k, v = (part.unflatten(1, (-1, P)) for part in qkv.split([H * P, G * P, G * P], dim=1))
-    return AttentionRows(qkv, q, k, v, mixed.unflatten(1, (H, P)), mixed)
+    G = 0 if spec.kv_shared_with is not None else G
+    q, k, v = qkv.split([H * P, G * P, G * P], dim=1)
+    written = qkv[:, : (H + G) * P] if spec.values_are_keys else qkv
+    heads = (part.unflatten(1, (-1, P)) if part.shape[1] else part for part in (q, k, v))
+    return AttentionRows(written, qkv, *heads, q, k, mixed.unflatten(1, (H, P)), mixed)
+
+
+def _latent_widths(spec: AttentionSpec) -> tuple[int, int, int, int, int]:
+    assert spec.latent is not None, "only latent attention has these"
+    H, C, R, rank = spec.num_heads, spec.latent.width, spec.rotary_width, spec.latent.query_rank
+    queries = H * spec.head_width
+    first, second = (queries, 0) if rank is None else (rank, queries)
+    return first + C + R, second, H * (C + R), H * C, spec.mixed_width
+
+
+def _latent_rows(
+    spec: AttentionSpec, down: Tensor, q_up: Tensor, absorbed: Tensor, mixed: Tensor, values: Tensor
+) -> LatentRows:
+    assert spec.latent is not None, "only latent attention has these"
+    H, C, R = spec.num_heads, spec.latent.width, spec.rotary_width
+    first, kv = down.split([down.shape[1] - C - R, C + R], dim=1)
+    q_rows = first if spec.latent.query_rank is None else q_up
+    return LatentRows(
+        down=down,
+        q_latent=first,
+        q_rows=q_rows,
+        q=q_rows.unflatten(1, (H, spec.head_width)),
+        latent=kv[:, :C],
+        k=kv.unflatten(1, (1, C + R)),
+        v=kv[:, :C].unflatten(1, (1, C)),
+        absorbed=absorbed.unflatten(1, (H, C + R)),
+        mixed=mixed.unflatten(1, (H, C)),
+        values=values,
+    )
 
 
 def attend(
-    weights: AttentionWeights,
+    spec: AttentionSpec,
+    weights: AttentionWeights | LatentWeights,
     x: Tensor,
-    hidden: Tensor,
+    out: Tensor,
     batch: AttentionBatch,
-    rows: AttentionRows,
+    rows: AttentionRows | LatentRows,
     *,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rope: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, Tensor],
     norm_eps: float,
-    scale: float,
+    add: bool,
+    options: Mapping[str, Any],
 ) -> None:
-    """hidden += attention(x); the rows' keys and values are in their pages afterwards.
+    """out = attention(x), or out += it with `add`; the rows' keys and values are in their pages afterwards.
 
     x        [T, D] float32, normed
-    hidden   [T, D] float32, the residual
+    out      [T, D] float32, the residual with `add`
     rows     buffers, overwritten
-    rope     cos and sin, [S, P/2] float32
+    pages    of keys and of values
+    options  what `paged_options` gave
     """
-    cos, sin = rope
-    ops.linear(x, weights.qkv, out=rows.qkv)
-    if weights.qkv_bias is not None:
-        rows.qkv.add_(weights.qkv_bias)
-    ops.head_norm_rope(rows.q, weights.q_norm, norm_eps, cos, sin, batch.positions)
-    ops.head_norm_rope(rows.k, weights.k_norm, norm_eps, cos, sin, batch.positions)
-    ops.kv_write(rows.k, rows.v, k_pages, v_pages, batch.slots)
-    ops.paged_attention(
-        rows.q,
-        k_pages,
-        v_pages,
-        batch.block_tables,
-        batch.row_request,
-        batch.positions,
-        scale,
-        out=rows.mixed,
-    )
-    ops.linear(rows.mixed_rows, weights.out, out=hidden, add=True)
+    if isinstance(weights, LatentWeights):
+        assert isinstance(rows, LatentRows), "rows made by another spec"
+        mixed = _attend_latent(spec, weights, x, batch, rows, pages, options)
+    else:
+        assert isinstance(rows, AttentionRows), "rows made by another spec"
+        mixed = _attend_heads(spec, weights, x, batch, rows, pages, options, norm_eps)
+    ops.linear(mixed, weights.out, out=out, add=add)
     if weights.out_bias is not None:
-        hidden.add_(weights.out_bias)
+        out.add_(weights.out_bias)
+
+
+def _attend_heads(
+    spec: AttentionSpec,
+    weights: AttentionWeights,
+    x: Tensor,
+    batch: AttentionBatch,
+    rows: AttentionRows,
+    pages: tuple[Tensor, Tensor],
+    options: Mapping[str, Any],
+    norm_eps: float,
+) -> Tensor:
+    """[T, H P], before the output projection."""
+    cos, sin = weights.rope
+    has_keys = spec.kv_shared_with is None
+    ops.linear(x, weights.qkv, out=rows.projected)
+    if weights.qkv_bias is not None:
+        rows.projected.add_(weights.qkv_bias)
+    if spec.values_are_keys and has_keys:
+        rows.v.copy_(rows.k)
+    q_norm, k_norm = weights.q_norm, weights.k_norm
+    if spec.qk_norm == "projection":
+        ops.rms_norm(rows.q_rows, q_norm, norm_eps, out=rows.q_rows)
+        ops.rms_norm(rows.k_rows, k_norm, norm_eps, out=rows.k_rows)
+        q_norm = k_norm = None
+    if spec.clip is not None:
+        rows.turned.clamp_(-spec.clip, spec.clip)
+    ops.head_norm_rope(rows.q, q_norm, norm_eps, cos, sin, batch.positions)
+    if has_keys:
+        ops.head_norm_rope(rows.k, k_norm, norm_eps, cos, sin, batch.positions)
+        if spec.value_norm:
+            for head in range(spec.num_kv_heads):
+                values = rows.v[:, head]
+                ops.rms_norm(values, _ones(spec.head_width), norm_eps, out=values)
+        ops.kv_write(rows.k, rows.v, *pages, batch.slots)
+    _paged(spec, rows.q, pages, batch, rows.mixed, options)
+    return rows.mixed_rows
+
+
+def _attend_latent(
+    spec: AttentionSpec,
+    weights: LatentWeights,
+    x: Tensor,
+    batch: AttentionBatch,
+    rows: LatentRows,
+    pages: tuple[Tensor, Tensor],
+    options: Mapping[str, Any],
+) -> Tensor:
+    """[T, H U], before the output projection.
+
+    A key is W_k c for a head's matrix W_k and the token's latent c, so q . (W_k c) = (W_k^T q) . c: queries are taken
+    into the latent and all heads attend to the same short keys, which are also the values before W_v.
+    """
+    assert spec.latent is not None, "latent weights belong to a latent spec"
+    plain, value_width, eps = spec.latent.plain_width, spec.latent.value_width, spec.latent.norm_eps
+    turned = rows.k[..., spec.latent.width :]
+    q_turned = rows.absorbed[..., spec.latent.width :]
+    ops.linear(x, weights.down, out=rows.down)
+    if weights.down_bias is not None:
+        rows.down[:, -len(weights.down_bias) :].add_(weights.down_bias)
+    if weights.q_up is not None:
+        assert weights.q_latent_norm is not None, "a query latent has a norm"
+        ops.rms_norm(rows.q_latent, weights.q_latent_norm, eps, out=rows.q_latent)
+        ops.linear(rows.q_latent, weights.q_up, out=rows.q_rows)
+    ops.rms_norm(rows.latent, weights.kv_latent_norm, eps, out=rows.latent)
+    for head, weight in enumerate(weights.to_latent):
+        ops.linear(rows.q[:, head, :plain], weight, out=rows.absorbed[:, head, : spec.latent.width])
+    q_turned.copy_(rows.q[..., plain:])
+    for part in (q_turned, turned):
+        _turn(spec, part, weights.rope, batch.positions)
+    ops.kv_write(rows.k, rows.v, *pages, batch.slots)
+    _paged(spec, rows.absorbed, pages, batch, rows.mixed, options)
+    for head, weight in enumerate(weights.from_latent):
+        part = rows.values[:, head * value_width : (head + 1) * value_width]
+        ops.linear(rows.mixed[:, head], weight, out=part)
+    return rows.values
+
+
+def _turn(spec: AttentionSpec, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor) -> None:
+    layout = {"interleaved": True} if spec.rope.interleaved else {}
+    ops.head_norm_rope(x, None, 0.0, *rope, positions, **layout)
+
+
+def _paged(
+    spec: AttentionSpec,
+    q: Tensor,
+    pages: tuple[Tensor, Tensor],
+    batch: AttentionBatch,
+    out: Tensor,
+    options: Mapping[str, Any],
+) -> None:
+    rows = batch.block_tables, batch.row_request, batch.positions
+    ops.paged_attention(q, *pages, *rows, spec.scale, out=out, **options)
+
+
+def paged_options(spec: AttentionSpec, weights: AttentionWeights | LatentWeights) -> dict[str, Any]:
+    """The arguments of paged attention that plain causal attention does not need."""
+    sinks = weights.sinks if isinstance(weights, AttentionWeights) else None
+    found = {"window": spec.window, "sinks": sinks, "soft_cap": spec.soft_cap}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@cache
+def _ones(width: int) -> Tensor:
+    return torch.ones(width)

@@ -3,18 +3,20 @@
 Reads nothing else, packs each tensor as it is read, and keeps no byte of the files. Knows no placement.
 """
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from edge_runtime.model.architectures.table import DENSE_ROLES
-from edge_runtime.model.attention import AttentionWeights
+from edge_runtime.model.architectures.table import Packing, Part, layer_packings
+from edge_runtime.model.attention import AttentionWeights, LatentWeights
 from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.gate import GateWeights
 from edge_runtime.model.layers import LayerWeights, Trunk
 from edge_runtime.model.moe import ExpertStore
-from edge_runtime.model.spec import ModelSpec
+from edge_runtime.model.rope import rope_keys, rope_table
+from edge_runtime.model.spec import ExpertSpec, LatentSpec, LayerSpec, ModelSpec
 from kernels import ops
 from kernels.ops import ExpertBank, ExpertWeight, LinearWeight
 from topology.ids import ExpertId
@@ -22,9 +24,16 @@ from topology.ids import ExpertId
 Progress = Callable[[int, int, str], None]
 """Called as (bytes done, bytes in all, what was read last); bytes as they lie in the files."""
 
-STORED_FORMATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+STORED_FORMATS = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F8_E4M3": "bfloat16",  # number times scale, rounded
+    "MXFP4": "bfloat16",  # exactly
+}
 
 T = TypeVar("T")
+Packed = LinearWeight | Tensor | ExpertBank | tuple[LinearWeight, ...]
 
 
 def quiet(bytes_done: int, bytes_total: int, what: str) -> None:
@@ -32,9 +41,9 @@ def quiet(bytes_done: int, bytes_total: int, what: str) -> None:
 
 
 def packed_format(dtypes: Iterable[str], weight_format: str) -> str:
-    """The format in which tensors of these stored dtypes are packed together.
+    """The format in which matrices of these stored dtypes are packed together.
 
-    Tensors that are packed as one but stored in several dtypes become float32, which holds them all exactly.
+    Matrices that are packed as one but stored in several dtypes become float32, which holds them all exactly.
     """
     if weight_format != "as_stored":
         return weight_format
@@ -53,36 +62,40 @@ def load_trunk(
 ) -> Trunk:
     """Read layers [first_layer, last_layer) without routed experts, with embedding and head where they belong.
 
-    context_tokens   positions the rope table is made for
+    context_tokens   positions the rope tables are made for
     """
     if not 0 <= first_layer < last_layer <= spec.num_layers:
         raise ValueError(f"no layers [{first_layer}, {last_layer}) in a model of {spec.num_layers}")
     ends = last_layer == spec.num_layers
     embeds = first_layer == 0 or (ends and spec.tied_head)
     loader = _Loader(checkpoint, progress, trunk_names(checkpoint, spec, first_layer, last_layer))
-    embed = loader.linear("embed") if embeds else None
-    layers = tuple(_load_layer(loader, spec, layer) for layer in range(first_layer, last_layer))
-    attention = spec.layers[0].attention
-    assert attention.rope is not None, "a spec without rope is refused when it is read"
+    part = checkpoint.table.part
+    embed = loader.linear([part("embed")]) if embeds else None
+    ropes = {key: rope_table(*key, context_tokens) for key in rope_keys(spec)}
+    layers = []
+    for layer in range(first_layer, last_layer):
+        attention = spec.layers[layer].attention
+        rope = ropes[attention.rope, attention.rotary_width]
+        layers.append(_load_layer(loader, spec, layer, rope))
     return Trunk(
         first_layer=first_layer,
         last_layer=last_layer,
-        layers=layers,
-        rope=ops.rope_table(context_tokens, attention.head_width, attention.rope.theta),
+        layers=tuple(layers),
+        ropes=tuple(ropes.values()),
         embed=embed if first_layer == 0 else None,
-        final_norm=loader.vector("final_norm") if ends else None,
-        head=(embed if spec.tied_head else loader.linear("head")) if ends else None,
+        final_norm=loader.vector([part("final_norm")]) if ends else None,
+        head=(embed if spec.tied_head else loader.linear([part("head")])) if ends else None,
     )
 
 
-def trunk_names(checkpoint: Checkpoint, spec: ModelSpec, first_layer: int, last_layer: int) -> list[str]:
-    """Names of the tensors `load_trunk` reads."""
+def trunk_names(checkpoint: Checkpoint, spec: ModelSpec, first_layer: int, last_layer: int) -> list[Part]:
+    """The parts `load_trunk` reads."""
     table, ends = checkpoint.table, last_layer == spec.num_layers
-    names = [table.name("embed")] if first_layer == 0 or (ends and spec.tied_head) else []
+    parts = [table.part("embed")] if first_layer == 0 or (ends and spec.tied_head) else []
     for layer in range(first_layer, last_layer):
-        names += [table.name(role, layer) for role in table.trunk_roles(layer)]
-    names += [table.name("final_norm")] if ends else []
-    return names + ([table.name("head")] if ends and not spec.tied_head else [])
+        parts += [table.part(role, layer) for role in table.trunk_roles(layer)]
+    parts += [table.part("final_norm")] if ends else []
+    return parts + ([table.part("head")] if ends and not spec.tied_head else [])
 
 
 def load_experts(
@@ -116,52 +129,85 @@ def add_experts(
     progress: Progress = quiet,
 ) -> None:
     """Read the given experts into a store, in the order they lie in the model."""
-    names = {expert: checkpoint.expert_names([expert]) for expert in sorted(set(expert_ids))}
-    loader = _Loader(checkpoint, progress, [name for three in names.values() for name in three])
-    for expert, three in names.items():
-        store.add(expert, loader.expert(three, f"layer {expert.layer} expert {expert.index}", weight_format))
+    parts = {expert: checkpoint.expert_parts(expert) for expert in sorted(set(expert_ids))}
+    loader = _Loader(checkpoint, progress, [part for each in parts.values() for part in each])
+    for expert, each in parts.items():
+        spec = checkpoint.spec.layers[expert.layer].ffn
+        what = f"layer {expert.layer} expert {expert.index}"
+        store.add(expert, loader.expert(each, spec, what, weight_format))
 
 
 class _Loader:
-    """Reads by role and reports how far it is."""
+    """Reads parts, packs them and reports how far it is."""
 
-    def __init__(self, checkpoint: Checkpoint, progress: Progress, names: list[str]) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, progress: Progress, parts: Iterable[Part]) -> None:
+        self.checkpoint = checkpoint
         self._progress = progress
-        self._total = sum(checkpoint.stored_bytes(name) for name in names)
+        self._total = sum(map(checkpoint.stored_bytes, parts))
         self._done = 0
 
-    def load(self, names: list[str], pack: Callable[[list[Tensor]], T], what: str) -> T:
+    def load(self, parts: Sequence[Part], pack: Callable[[list[Tensor]], T], what: str) -> T:
         """Pack tensors while they are mapped, and say so."""
-        with self._checkpoint.read(names) as tensors:
+        with self.checkpoint.read(parts) as tensors:
             packed = pack(tensors)
-        self._done += sum(self._checkpoint.stored_bytes(name) for name in names)
+        self._done += sum(map(self.checkpoint.stored_bytes, parts))
         self._progress(self._done, self._total, what)
         return packed
 
-    def name(self, role: str, layer: int | None = None) -> str:
-        return self._checkpoint.table.name(role, layer)
-
-    def linear(self, *roles: str, layer: int | None = None) -> LinearWeight:
+    def linear(self, parts: Sequence[Part]) -> LinearWeight:
         """One matrix, or several stacked in this order."""
-        names = [self.name(role, layer) for role in roles]
-        stored = self._format(names, "as_stored")
+        stored = self._format(parts, "as_stored")
         return self.load(
-            names, lambda tensors: ops.pack_linear_rows(_alike(tensors), format=stored), names[0]
+            parts, lambda tensors: ops.pack_linear_rows(_alike(tensors), format=stored), parts[0].name
         )
 
-    def expert(self, names: list[str], what: str, weight_format: str = "as_stored") -> ExpertWeight:
-        """Gate, up and down as one expert."""
-        packed = self._format(names, weight_format)
-        return self.load(names, lambda tensors: ops.pack_expert(*_alike(tensors), format=packed), what)
+    def expert(
+        self, parts: Sequence[Part], spec: ExpertSpec, what: str, weight_format: str = "as_stored"
+    ) -> ExpertWeight:
+        """The matrices and biases of `mlp_roles` as one expert."""
+        names = [part.role.split("_", 1)[1] for part in parts]
+        matrices = [part for part, name in zip(parts, names, strict=True) if not name.endswith("bias")]
+        packed = self._format(matrices, weight_format)
 
-    def vector(self, *roles: str, layer: int | None = None) -> Tensor:
-        """Float32, of one or several roles after another; always memory of its own."""
-        names = [self.name(role, layer) for role in roles]
-        return self.load(names, lambda tensors: torch.cat([t.float() for t in tensors]), names[0])
+        def pack(tensors: list[Tensor]) -> ExpertWeight:
+            widened = _alike(tensors[: len(matrices)])
+            biases = {
+                name: tensor.float().contiguous()
+                for name, tensor in zip(names[len(matrices) :], tensors[len(matrices) :], strict=True)
+            }
+            return ops.pack_expert(*widened, format=packed, **activation_options(spec), **biases)
 
-    def _format(self, names: list[str], weight_format: str) -> str:
-        return packed_format([self._checkpoint.extent(name).dtype for name in names], weight_format)
+        return self.load(parts, pack, what)
+
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        """Float32, of one or several parts after another; always memory of its own."""
+        return self.load(parts, lambda tensors: torch.cat([t.float() for t in tensors]), parts[0].name)
+
+    def heads(
+        self, part: Part, latent: LatentSpec
+    ) -> tuple[tuple[LinearWeight, ...], tuple[LinearWeight, ...]]:
+        """A matrix of [H (A + U), C]: for each head the first A rows turned around, and the last U as they are."""
+        stored = self._format([part], "as_stored")
+
+        def pack(tensors: list[Tensor]) -> tuple[tuple[LinearWeight, ...], tuple[LinearWeight, ...]]:
+            by_head = tensors[0].split(latent.plain_width + latent.value_width)
+            pairs = [head.split([latent.plain_width, latent.value_width]) for head in by_head]
+            keys = tuple(ops.pack_linear(key.t().contiguous(), format=stored) for key, _ in pairs)
+            return keys, tuple(ops.pack_linear(value, format=stored) for _, value in pairs)
+
+        return self.load([part], pack, part.name)
+
+    def _format(self, parts: Iterable[Part], weight_format: str) -> str:
+        return packed_format([self.checkpoint.stored_dtype(part) for part in parts], weight_format)
+
+
+def activation_options(spec: ExpertSpec) -> dict[str, Any]:
+    """What `pack_expert` is told beside the matrices of a SwiGLU expert."""
+    if spec.activation == "swiglu":
+        return {}
+    if spec.activation == "clamped_swiglu":
+        return {"activation": spec.activation, "alpha": spec.alpha, "limit": spec.clamp}
+    return {"activation": spec.activation}
 
 
 def _alike(tensors: list[Tensor]) -> list[Tensor]:
@@ -171,25 +217,49 @@ def _alike(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.float() for tensor in tensors]
 
 
-def _load_layer(loader: _Loader, spec: ModelSpec, layer: int) -> LayerWeights:
+def _load_layer(loader: _Loader, spec: ModelSpec, layer: int, rope: tuple[Tensor, Tensor]) -> LayerWeights:
     layer_spec = spec.layers[layer]
-    attention = layer_spec.attention
-    has_qk_norm = attention.qk_norm == "head"
-    gate, dense = None, None
-    input_norm = loader.vector("input_norm", layer=layer)
-    attention_weights = AttentionWeights(
-        qkv=loader.linear("q", "k", "v", layer=layer),
-        qkv_bias=loader.vector("q_bias", "k_bias", "v_bias", layer=layer) if attention.qkv_bias else None,
-        out=loader.linear("o", layer=layer),
-        out_bias=loader.vector("o_bias", layer=layer) if attention.out_bias else None,
-        q_norm=loader.vector("q_norm", layer=layer) if has_qk_norm else None,
-        k_norm=loader.vector("k_norm", layer=layer) if has_qk_norm else None,
+    found: dict[str, Any] = {}
+    for key, packing in layer_packings(layer_spec).items():
+        found[key] = _load_packing(loader, spec, layer, packing)
+    kind = LatentWeights if layer_spec.attention.latent is not None else AttentionWeights
+    if layer_spec.attention.latent is not None:
+        found["to_latent"], found["from_latent"] = found.pop("kv_up")
+    attention = {key: found.pop(key) for key in kind._fields if key in found}
+    gate = _gate_weights(spec, layer_spec, found) if layer_spec.gate is not None else None
+    return LayerWeights(attention=kind(rope=rope, **attention), gate=gate, **found)
+
+
+def _load_packing(loader: _Loader, spec: ModelSpec, layer: int, packing: Packing) -> Any:
+    parts = [loader.checkpoint.table.part(role, layer) for role in packing.roles]
+    if packing.kind == "linear":
+        return loader.linear(parts)
+    if packing.kind == "vector":
+        return loader.vector(parts)
+    if packing.kind == "heads":
+        latent = spec.layers[layer].attention.latent
+        assert latent is not None, "only latent attention has a matrix per head"
+        return loader.heads(parts[0], latent)
+    mlp = dense_spec(spec.layers[layer])
+    bank = ExpertBank(1, spec.width, mlp.width)
+    bank.set(0, loader.expert(parts, mlp, parts[0].name))
+    return bank
+
+
+def dense_spec(layer: LayerSpec) -> ExpertSpec:
+    """The MLP that all rows of a layer use: a dense layer's own, or the one beside the experts."""
+    found = layer.ffn if layer.gate is None else layer.shared or layer.parallel_dense
+    assert found is not None, "asked for the MLP of a layer that has none"
+    return found
+
+
+def _gate_weights(spec: ModelSpec, layer: LayerSpec, found: dict[str, Any]) -> GateWeights:
+    """Take the gate's parts out of what was loaded. Its norm is followed by D ** -0.5, which goes into the scale."""
+    norm = found.pop("gate_norm", None)
+    return GateWeights(
+        weight=found.pop("gate"),
+        bias=found.pop("gate_bias", None),
+        selection_bias=found.pop("gate_selection_bias", None),
+        expert_scale=found.pop("gate_expert_scale", None),
+        norm=None if norm is None else norm * spec.width**-0.5,
     )
-    post_norm = loader.vector("post_norm", layer=layer)
-    if layer_spec.gate is not None:
-        gate = loader.linear("gate", layer=layer)
-    else:
-        dense = ExpertBank(1, spec.width, layer_spec.ffn.width)
-        names = [loader.name(role, layer) for role in DENSE_ROLES]
-        dense.set(0, loader.expert(names, names[0]))
-    return LayerWeights(input_norm, attention_weights, post_norm, gate, dense)

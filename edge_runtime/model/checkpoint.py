@@ -1,14 +1,16 @@
 """A model folder on disk: config, safetensors files, every tensor accounted for when it is opened.
 
-Reads only the tensors that are asked for and leaves none of the file in this process's memory. Knows no device,
-no packing and no node.
+Reads only the parts that are asked for and leaves none of the file in this process's memory. Knows how weights may be
+quantised on disk; knows no device, no packing and no node.
 """
 
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ import msgspec
 from torch import Tensor
 
 from edge_runtime.errors import CheckpointError
+from edge_runtime.model import quantised
 from edge_runtime.model.architectures import read_model
-from edge_runtime.model.architectures.table import EXPERT_ROLES, TensorTable
+from edge_runtime.model.architectures.config_reader import Quantisation
+from edge_runtime.model.architectures.table import Part, Shape, TensorTable
 from edge_runtime.model.json_file import read_json
-from edge_runtime.model.safetensors_file import FLOAT_DTYPES, Extent, SafetensorsFile
+from edge_runtime.model.safetensors_file import FLOAT_DTYPES, ITEM_BYTES, Extent, SafetensorsFile
 from edge_runtime.model.spec import ModelSpec
 from topology.ids import ExpertId
 
@@ -36,7 +40,7 @@ class Checkpoint:
     """One model folder: `spec` says what it is, `read` gives its tensors.
 
     spec        what the config describes; `tied_head` is settled by what the files hold
-    table       role -> name and shape
+    table       role -> where it lies
     config      the parsed config.json
     """
 
@@ -47,6 +51,7 @@ class Checkpoint:
         spec: ModelSpec,
         table: TensorTable,
         files: list[SafetensorsFile],
+        quantisation: Quantisation,
     ) -> None:
         self.folder = folder
         self.config = config
@@ -54,7 +59,9 @@ class Checkpoint:
         self.table = table
         self._files = files
         self._file_of = {name: file for file in files for name in file.extents}
+        self._quantisation = quantisation
         self._hash: str | None = None
+        table.bind(self._file_of.keys())
 
     @classmethod
     def open(cls, folder: str | Path) -> "Checkpoint":
@@ -63,38 +70,70 @@ class Checkpoint:
         if not folder.is_dir():
             raise CheckpointError(f"model folder {folder} does not exist")
         config = read_json(folder / "config.json")
-        spec, table = read_model(config, source=str(folder / "config.json"))
+        spec, table, quantisation = read_model(config, source=str(folder / "config.json"))
         files = _open_files(folder)
-        checkpoint = cls(folder, config, spec, table, files)
+        checkpoint = cls(folder, config, spec, table, files, quantisation)
         checkpoint._account()
         checkpoint._settle_head()
         return checkpoint
 
     def extent(self, name: str) -> Extent:
-        """dtype, shape and place of one tensor."""
+        """dtype, shape and place of one stored tensor."""
         return self._file_of[name].extents[name]
 
-    def stored_bytes(self, name: str) -> int:
-        """Bytes of one tensor in its file."""
-        extent = self.extent(name)
-        return extent.end - extent.start
+    def stored_dtype(self, part: Part) -> str:
+        """How a part's numbers are stored: BF16, F16, F32, F8_E4M3 or MXFP4."""
+        return "MXFP4" if part.mxfp4 else self.extent(part.name).dtype
 
-    def expert_names(self, experts: Iterable[ExpertId]) -> list[str]:
-        """Names of the tensors of these routed experts."""
-        return [self.table.name(role, *expert) for expert in experts for role in EXPERT_ROLES]
+    def stored_bytes(self, part: Part) -> int:
+        """Bytes of one part in its file, without the scales of a quantised one."""
+        num_bytes = 0.5 if part.mxfp4 else ITEM_BYTES[self.extent(part.name).dtype]
+        return int(math.prod(part.shape) * num_bytes)
+
+    def expert_names(self, experts: Iterable[ExpertId]) -> list[Part]:
+        """The parts of these routed experts."""
+        return [part for expert in experts for part in self.expert_parts(expert)]
+
+    def expert_parts(self, expert: ExpertId) -> list[Part]:
+        """The parts of one routed expert, in the order of `TensorTable.expert_roles`."""
+        return [
+            self.table.part(role, expert.layer, expert.index)
+            for role in self.table.expert_roles(expert.layer)
+        ]
 
     @contextmanager
-    def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
-        """The tensors as views of the mapped files, [..] in the stored dtype, only valid inside the block.
+    def read(self, parts: Sequence[Part]) -> Iterator[list[Tensor]]:
+        """The parts as [outputs, inputs] or vectors, only valid inside the block.
 
-        Their pages leave this process's memory at the end of the block, so what is copied or packed inside is all
-        that stays. Ask for few at a time: one expert, one layer's projections.
+        What is stored as plain numbers is a view of the mapped file in the stored dtype; what is quantised becomes
+        bfloat16 (fp8 rounded to it, mxfp4 exactly). The file's pages leave this process's memory at the end of the
+        block, so what is copied or packed inside is all that stays. Ask for few at a time: one expert, one layer's
+        projections.
         """
         try:
-            yield [self._file_of[name].tensor(name) for name in names]
+            yield [self._tensor(part) for part in parts]
         finally:
-            for file in {self._file_of[name].path: self._file_of[name] for name in names}.values():
-                file.drop_pages()
+            for path in {self._file_of[name].path for part in parts for name, *_ in part.tensors}:
+                self._of_path[path].drop_pages()
+
+    @cached_property
+    def _of_path(self) -> dict[Path, SafetensorsFile]:
+        return {file.path: file for file in self._files}
+
+    def _raw(self, name: str, expert: int | None) -> Tensor:
+        tensor = self._file_of[name].tensor(name)
+        return tensor if expert is None else tensor[expert]
+
+    def _tensor(self, part: Part) -> Tensor:
+        if part.mxfp4:
+            blocks, scales = (_taken(self._raw(name, part.expert), part.take) for name, *_ in part.tensors)
+            return quantised.mxfp4_to_bfloat16(blocks, scales)
+        tensor = self._raw(part.name, part.expert)
+        if self.extent(part.name).dtype == quantised.FP8_DTYPE:
+            # Before rows are taken or turned: scales belong to blocks of the matrix as it is stored.
+            scales = self._raw(quantised.scale_name(part.name), part.expert)
+            tensor = quantised.fp8_to_bfloat16(tensor, scales, self._quantisation.block)
+        return _taken(tensor.t() if part.transposed else tensor, part.take)
 
     @property
     def num_bytes(self) -> int:
@@ -134,8 +173,10 @@ class Checkpoint:
         return digest.hexdigest()
 
     def _account(self) -> None:
-        """Every tensor of the model is there with its shape and a float dtype, and nothing else is."""
-        expected = dict(self.table.all_tensors())
+        """Every tensor of the model is there with its shape and a dtype that is read, and nothing else is."""
+        expected = {
+            name: (shape, dtypes) for part in self.table.all_parts() for name, shape, dtypes in part.tensors
+        }
         head = self.table.name("head")
         missing = [name for name in expected if name not in self._file_of]
         if head in missing and self.spec.tied_head:
@@ -151,22 +192,49 @@ class Checkpoint:
                 f"{self.folder}: {len(missing)} of {len(expected)} tensors are missing ({_some(missing)}); "
                 f"{len(self._files)} weight files were read ({files})"
             )
-        if extra := [name for name in self._file_of if name not in expected]:
+        scales = self._scales(expected)
+        if extra := [
+            name
+            for name in self._file_of
+            if name not in expected and name not in scales and not self.table.is_ignored(name)
+        ]:
             path = self._file_of[extra[0]].path
             raise CheckpointError(
                 f"{path}: {len(extra)} tensors belong to no part of a {self.spec.family} model of this config "
                 f"({_some(extra)})"
             )
-        for name, file in self._file_of.items():
-            extent = file.extents[name]
-            if extent.shape != expected[name]:
+        for name, (shape, dtypes) in (expected | scales).items():
+            if name not in self._file_of:
+                continue  # the head that is tied
+            extent, path = self.extent(name), self._file_of[name].path
+            if extent.shape != shape:
                 raise CheckpointError(
-                    f"{file.path}: tensor {name} has shape {list(extent.shape)}, expected {list(expected[name])}"
+                    f"{path}: tensor {name} has shape {list(extent.shape)}, expected {list(shape)}"
                 )
-            if extent.dtype not in FLOAT_DTYPES:
+            allowed = dtypes or (*FLOAT_DTYPES, *self._extra_dtypes(shape))
+            if extent.dtype not in allowed:
                 raise CheckpointError(
-                    f"{file.path}: tensor {name} has dtype {extent.dtype}, expected one of {', '.join(FLOAT_DTYPES)}"
+                    f"{path}: tensor {name} has dtype {extent.dtype}, expected one of {', '.join(allowed)}"
                 )
+
+    def _extra_dtypes(self, shape: Shape) -> tuple[str, ...]:
+        """Dtypes of matrices beside the plain ones."""
+        return (quantised.FP8_DTYPE,) if self._quantisation.method == "fp8" and len(shape) > 1 else ()
+
+    def _scales(self, expected: Iterable[str]) -> dict[str, tuple[Shape, tuple[str, ...] | None]]:
+        """The scales that the fp8 matrices among these need, with shape and dtype."""
+        found: dict[str, tuple[Shape, tuple[str, ...] | None]] = {}
+        for name in expected:
+            if name not in self._file_of or self.extent(name).dtype != quantised.FP8_DTYPE:
+                continue
+            scales = quantised.scale_name(name)
+            if scales not in self._file_of:
+                raise CheckpointError(
+                    f"{self._file_of[name].path}: tensor {name} is fp8, but its block scales {scales} are missing"
+                )
+            shape = quantised.scale_shape(self.extent(name).shape, self._quantisation.block)
+            found[scales] = (shape, None)
+        return found
 
     def _settle_head(self) -> None:
         """Decide whether the head is the embedding: an explicit tensor wins over what the config says."""
@@ -234,3 +302,18 @@ def _without_doubles(files: list[SafetensorsFile]) -> list[SafetensorsFile]:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:SHOWN_NAMES])
     return shown if len(names) <= SHOWN_NAMES else f"{shown}, ..."
+
+
+def _taken(tensor: Tensor, take: str) -> Tensor:
+    """The rows that a role has of a tensor it shares."""
+    half = tensor.shape[0] // 2
+    match take:
+        case "first_half":
+            return tensor[:half]
+        case "second_half":
+            return tensor[half:]
+        case "even":
+            return tensor[0::2]
+        case "odd":
+            return tensor[1::2]
+    return tensor

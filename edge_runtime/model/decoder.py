@@ -4,40 +4,54 @@ A layer is an attention segment and an MoE segment, with an ExpertPort between t
 and no node; `AttentionBatch` says where each row stands.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from edge_runtime.errors import ClusterError
-from edge_runtime.model.attention import AttentionBatch, AttentionRows, Pages, attend, attention_rows
-from edge_runtime.model.gate import gate
+from edge_runtime.model.attention import (
+    AttentionBatch,
+    AttentionRows,
+    LatentRows,
+    Pages,
+    attend,
+    attention_floats,
+    attention_rows,
+    paged_options,
+)
+from edge_runtime.model.gate import gate, gate_options
 from edge_runtime.model.layers import LayerWeights, Trunk
-from edge_runtime.model.moe import ExpertPort, Missing
-from edge_runtime.model.spec import LayerSpec, ModelSpec
+from edge_runtime.model.moe import ExpertPort, Missing, joined
+from edge_runtime.model.spec import AttentionSpec, LayerSpec, ModelSpec
 from kernels import ops
 
 
 class _Layer(NamedTuple):
     spec: LayerSpec
     weights: LayerWeights
-    k_pages: Tensor
-    v_pages: Tensor
-    scale: float
+    pages: tuple[Tensor, Tensor]
+    paged_options: dict[str, Any]
+    gate_options: dict[str, Any]
+    output_scale: float | None
 
 
 class _StepRows(NamedTuple):
     """Views of the buffers for one T."""
 
     hidden: Tensor  # [T, D]
-    x: Tensor  # [T, D]
-    attention: AttentionRows
+    x: Tensor  # [T, D], what attention reads, then what the experts read
+    attention: dict[AttentionSpec, AttentionRows | LatentRows]
     gate_logits: Tensor  # [T, E]
     slots: Tensor  # [T, K] int32, 0 .. T*K - 1
     expert_out: Tensor  # [T*K, D]
     dense_out: Tensor  # [T, D]
-    dense_rows: Tensor  # [T] int32, 0 .. T - 1
-    dense_ids: Tensor  # [T] int32, all 0
+    side: Tensor  # [T, D], what a gate or a dense MLP with a norm of its own reads
+    branch: Tensor  # [T, D], what is normed before it is added to the residual
+    rows: Tensor  # [T] int32, 0 .. T - 1
+    zeros: Tensor  # [T] int32
 
 
 class Decoder:
@@ -56,13 +70,7 @@ class Decoder:
         self.max_rows = max_rows
         self._trunk = trunk
         self._layers = {
-            index: _Layer(
-                spec.layers[index],
-                weights,
-                pages.k(index),
-                pages.v(index),
-                attention_scale(spec.layers[index]),
-            )
+            index: _layer(spec.layers[index], weights, (pages.k(index), pages.v(index)))
             for index, weights in enumerate(trunk.layers, trunk.first_layer)
         }
         self._buffers = {name: torch.empty(max_rows, n) for name, n in row_floats(spec).items()}
@@ -79,7 +87,8 @@ class Decoder:
             raise ValueError(
                 f"layers [{self.first_layer}, {self.last_layer}) do not embed: layer 0 is elsewhere"
             )
-        return ops.embed(token_ids, self._trunk.embed, out=self._rows(token_ids.shape[0]).hidden)
+        hidden = ops.embed(token_ids, self._trunk.embed, out=self._rows(token_ids.shape[0]).hidden)
+        return hidden if self.spec.embed_scale == 1.0 else hidden.mul_(self.spec.embed_scale)
 
     def attention_segment(
         self, layer: int, hidden: Tensor, batch: AttentionBatch
@@ -89,26 +98,34 @@ class Decoder:
         returns  x [T, D] float32, what the experts see; expert_ids [T, K] int32 and gate_weights [T, K] float32,
                  both None in a dense layer
         """
-        spec, weights, k_pages, v_pages, scale = self._layers[layer]
+        spec, weights, pages, paged, chosen_by, _ = self._layers[layer]
         rows, eps = self._rows(hidden.shape[0]), self.spec.norm_eps
         ops.rms_norm(hidden, weights.input_norm, eps, out=rows.x)
+        normed = weights.attention_out_norm
         attend(
+            spec.attention,
             weights.attention,
             rows.x,
-            hidden,
+            hidden if normed is None else rows.branch,
             batch,
-            rows.attention,
-            k_pages=k_pages,
-            v_pages=v_pages,
-            rope=self._trunk.rope,
+            rows.attention[spec.attention],
+            pages=pages,
             norm_eps=eps,
-            scale=scale,
+            add=normed is None,
+            options=paged,
         )
+        if normed is not None:
+            hidden.add_(ops.rms_norm(rows.branch, normed, eps, out=rows.branch))
         ops.rms_norm(hidden, weights.post_norm, eps, out=rows.x)
         if weights.gate is None:
             return rows.x, None, None
         assert spec.gate is not None, f"layer {layer} has gate weights but its spec has no gate"
-        expert_ids, gate_weights = gate(spec.gate, weights.gate, rows.x, logits=rows.gate_logits)
+        read = rows.x
+        if weights.gate.norm is not None:
+            read = ops.rms_norm(hidden, weights.gate.norm, eps, out=rows.side)
+        expert_ids, gate_weights = gate(
+            spec.gate, weights.gate, read, logits=rows.gate_logits, options=chosen_by
+        )
         return rows.x, expert_ids, gate_weights
 
     def moe_segment(
@@ -126,19 +143,79 @@ class Decoder:
 
         Slots that did not come add nothing and are returned; the rows they belong to are not the model's any more.
         """
-        rows = self._rows(hidden.shape[0])
-        if expert_ids is None:
-            bank = self._layers[layer].weights.dense
-            assert bank is not None, f"layer {layer} has neither gate nor MLP"
-            ops.grouped_ffn(x, rows.dense_rows, rows.dense_ids, bank, out=rows.dense_out)
-            hidden.add_(rows.dense_out)
-            return None
+        rows, weights = self._rows(hidden.shape[0]), self._layers[layer].weights
+        missing = None
+        if expert_ids is None or gate_weights is None:
+            self._dense(weights, x, rows)
+        elif weights.dense_norm is not None:
+            missing = self._experts_beside_dense(layer, hidden, x, expert_ids, gate_weights, port)
+        else:
+            if weights.dense is not None:
+                self._dense(weights, x, rows)
+            missing = self._experts(layer, hidden, x, expert_ids, gate_weights, port)
+        if weights.shared_gate is not None:
+            self._add_gated(weights, hidden, x, rows)
+        elif weights.dense is not None:
+            out = rows.dense_out
+            if weights.ffn_out_norm is not None:
+                ops.rms_norm(out, weights.ffn_out_norm, self.spec.norm_eps, out=out)
+            hidden.add_(out)
+        scale = self._layers[layer].output_scale
+        if scale is not None:
+            hidden.mul_(scale)
+        return missing
+
+    def _dense(self, weights: LayerWeights, x: Tensor, rows: _StepRows) -> None:
+        """dense_out = the MLP that all rows use, applied to x."""
+        assert weights.dense is not None, "a layer has neither experts nor an MLP"
+        ops.grouped_ffn(x, rows.rows, rows.zeros, weights.dense, out=rows.dense_out)
+
+    def _add_gated(self, weights: LayerWeights, hidden: Tensor, x: Tensor, rows: _StepRows) -> None:
+        """hidden += the shared expert's output times a sigmoid: an expert of its own, the only one to choose from."""
+        assert weights.shared_gate is not None, "only a shared expert behind a gate is added so"
+        logits = ops.linear(x, weights.shared_gate)
+        _, share = ops.gate_topk(logits, 1, renormalise=False, scores="sigmoid")
+        ops.combine(rows.dense_out, rows.rows.view(-1, 1), share, hidden)
+
+    def _experts_beside_dense(
+        self,
+        layer: int,
+        hidden: Tensor,
+        x: Tensor,
+        expert_ids: Tensor,
+        gate_weights: Tensor,
+        port: ExpertPort,
+    ) -> Missing | None:
+        """dense_out = the dense MLP of the residual plus the experts' sum, each behind a norm of its own."""
+        rows, weights, eps = self._rows(hidden.shape[0]), self._layers[layer].weights, self.spec.norm_eps
+        ops.rms_norm(hidden, weights.dense_norm, eps, out=rows.side)
+        self._dense(weights, rows.side, rows)
+        ops.rms_norm(rows.dense_out, weights.dense_out_norm, eps, out=rows.dense_out)
+        routed = rows.branch.zero_()
+        missing = self._experts(layer, routed, x, expert_ids, gate_weights, port)
+        rows.dense_out.add_(ops.rms_norm(routed, weights.routed_out_norm, eps, out=routed))
+        return missing
+
+    def _experts(
+        self,
+        layer: int,
+        out: Tensor,
+        x: Tensor,
+        expert_ids: Tensor,
+        gate_weights: Tensor,
+        port: ExpertPort,
+    ) -> Missing | None:
+        """out [T, D] += the weighted sum of what the routed experts give for x."""
+        rows = self._rows(x.shape[0])
         missing = port.run(layer, x, expert_ids, rows.expert_out)
         slots = rows.slots
         if missing is not None:
             slots = slots.clone()
             slots.view(-1)[missing.slots] = -1
-        ops.combine(rows.expert_out, slots, gate_weights, hidden)
+        ops.combine(rows.expert_out, slots, gate_weights, out)
+        # One sum and not a look at each number: NaN and Inf survive it, and finite rows do not reach 1e38.
+        if not math.isfinite(float(out.sum())):
+            return joined(missing, _not_finite(layer, rows.expert_out, slots, expert_ids, port))
         return missing
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -150,7 +227,9 @@ class Decoder:
             self._logits = torch.empty(num_rows, self.spec.vocab_size)
         x = self._buffers["x"][:num_rows]
         ops.rms_norm(hidden, self._trunk.final_norm, self.spec.norm_eps, out=x)
-        return ops.linear(x, self._trunk.head, out=self._logits[:num_rows])
+        logits = ops.linear(x, self._trunk.head, out=self._logits[:num_rows])
+        cap = self.spec.logit_soft_cap
+        return logits if cap is None else _soft_capped(logits, cap)
 
     def run(
         self,
@@ -187,35 +266,73 @@ class Decoder:
             raise ValueError(f"a step of {num_rows} rows, but buffers for {self.max_rows}")
         part = {name: buffer[:num_rows] for name, buffer in self._buffers.items()}
         num_slots = num_rows * self._num_columns
+        specs = {layer.spec.attention for layer in self._layers.values()}
+        scratch = self._buffers["attention"].view(-1)
         return _StepRows(
             hidden=part["hidden"],
             x=part["x"],
-            attention=attention_rows(self.spec.layers[0].attention, part["qkv"], part["mixed"]),
+            attention={spec: attention_rows(spec, scratch, num_rows) for spec in specs},
             gate_logits=part["gate_logits"],
             slots=self._counting[:num_slots].view(num_rows, self._num_columns),
             expert_out=part["expert_out"].view(num_slots, self.spec.width),
             dense_out=part["dense_out"],
-            dense_rows=self._counting[:num_rows],
-            dense_ids=self._zeros[:num_rows],
+            side=part["side"],
+            branch=part["branch"],
+            rows=self._counting[:num_rows],
+            zeros=self._zeros[:num_rows],
         )
 
 
 def row_floats(spec: ModelSpec) -> dict[str, int]:
     """Float32 numbers per row of each buffer of a step, whatever range of layers is run."""
-    attention, D = spec.layers[0].attention, spec.width
-    H, G, P = attention.num_heads, attention.num_kv_heads, attention.head_width
-    gates = [layer.gate for layer in spec.layers if layer.gate]
+    D, layers = spec.width, spec.layers
+    gates = [layer.gate for layer in layers if layer.gate]
+    has_dense = any(layer.gate is None or layer.shared or layer.parallel_dense for layer in layers)
+    has_side = any(layer.parallel_dense or (layer.gate and layer.gate.reads_residual) for layer in layers)
     return {
         "hidden": D,
         "x": D,
-        "qkv": (H + 2 * G) * P,
-        "mixed": H * P,
+        "attention": max(attention_floats(layer.attention) for layer in layers),
         "gate_logits": max((gate.num_experts for gate in gates), default=0),
         "expert_out": D * max((gate.top_k for gate in gates), default=0),
-        "dense_out": D if len(gates) < spec.num_layers else 0,
+        "dense_out": D if has_dense else 0,
+        "side": D if has_side else 0,
+        "branch": D if any(layer.output_norms or layer.parallel_dense for layer in layers) else 0,
     }
 
 
-def attention_scale(layer: LayerSpec) -> float:
-    """What scores are multiplied with before the softmax."""
-    return layer.attention.head_width**-0.5
+def _layer(spec: LayerSpec, weights: LayerWeights, pages: tuple[Tensor, Tensor]) -> _Layer:
+    return _Layer(
+        spec,
+        weights,
+        pages,
+        paged_options(spec.attention, weights.attention),
+        gate_options(spec.gate, weights.gate) if spec.gate and weights.gate else {},
+        None if weights.output_scale is None else float(weights.output_scale),
+    )
+
+
+def _not_finite(
+    layer: int, expert_out: Tensor, slots: Tensor, expert_ids: Tensor, port: ExpertPort
+) -> Missing | None:
+    """Slots whose expert gave NaN or Inf here, as if they had not come; None if none did.
+
+    A peer's rows are looked at where they arrive, so what is left is this node's own work.
+    """
+    used = slots.view(-1) >= 0
+    wrong = (used & ~expert_out.isfinite().all(dim=1)).nonzero().view(-1)
+    if not len(wrong):
+        return None
+    experts = ", ".join(map(str, expert_ids.view(-1)[wrong].unique().tolist()))
+    return Missing(
+        wrong, f"layer {layer} experts {experts} on {port.host_names[0]} gave numbers that are not finite"
+    )
+
+
+def _soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), in place. By numpy, whose tanh has one result wherever a number stands in memory."""
+    array = logits.numpy()
+    np.divide(array, np.float32(cap), out=array)
+    np.tanh(array, out=array)
+    np.multiply(array, np.float32(cap), out=array)
+    return logits

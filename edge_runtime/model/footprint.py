@@ -3,18 +3,20 @@
 Counts packed weights as `kernels` lays them out and the buffers `decoder.py` allocates. Knows no node.
 """
 
-from edge_runtime.model.architectures.table import DENSE_ROLES
-from edge_runtime.model.build import packed_format
+import math
+from collections.abc import Sequence
+
+from edge_runtime.model.architectures.table import Packing, Part, layer_packings
+from edge_runtime.model.build import dense_spec, packed_format
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.decoder import row_floats
+from edge_runtime.model.rope import rope_table_bytes
+from edge_runtime.model.spec import ExpertSpec, KVShape
 from kernels.packing import ITEM_BYTES, KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
 from topology.costs import ModelFootprint
 from topology.ids import ExpertId
 
 FLOAT32_BYTES = 4
-NORM_ROLES = frozenset(
-    {"input_norm", "post_norm", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias"}
-)
 
 
 def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> ModelFootprint:
@@ -25,10 +27,9 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
     spec = checkpoint.spec
     context_tokens = context_tokens or spec.context_tokens
     gates = [layer.gate for layer in spec.layers if layer.gate is not None]
-    attention = spec.layers[0].attention
-    G, P = attention.num_kv_heads, attention.head_width
     num_columns = max((gate.top_k for gate in gates), default=0)
     final_norm = spec.width * FLOAT32_BYTES
+    part = checkpoint.table.part
     return ModelFootprint(
         num_layers=spec.num_layers,
         moe_layers=spec.moe_layers,
@@ -37,49 +38,69 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
             name: tuple(_expert_bytes(checkpoint, layer, name) for layer in range(spec.num_layers))
             for name in ("as_stored", *ITEM_BYTES)
         },
-        embed_bytes=_linear_bytes(checkpoint, ["embed"]),
-        head_bytes=final_norm + (0 if spec.tied_head else _linear_bytes(checkpoint, ["head"])),
+        embed_bytes=_linear_bytes(checkpoint, [part("embed")]),
+        head_bytes=final_norm + (0 if spec.tied_head else _linear_bytes(checkpoint, [part("head")])),
         layer_bytes=tuple(_layer_bytes(checkpoint, layer) for layer in range(spec.num_layers)),
-        kv_bytes_per_token=(2 * G * P * FLOAT32_BYTES,) * spec.num_layers,
+        kv_bytes_per_token=tuple(kv_token_bytes(layer.attention.kv_shape) for layer in spec.layers),
         context_tokens=context_tokens,
         head_is_tied=spec.tied_head,
         block_tokens=KV_BLOCK_TOKENS,
-        table_bytes=2 * context_tokens * (P // 2) * FLOAT32_BYTES,
+        table_bytes=rope_table_bytes(spec, context_tokens),
         row_workspace_bytes=sum(row_floats(spec).values()) * FLOAT32_BYTES,
         request_workspace_bytes=spec.vocab_size * FLOAT32_BYTES,
         expert_row_workspace_bytes=(1 + num_columns) * spec.width * FLOAT32_BYTES,
     )
 
 
+def kv_token_bytes(shape: KVShape) -> int:
+    """Bytes of one token's keys and values in one layer: float32, none if they are another layer's."""
+    if shape.shared_with is not None:
+        return 0
+    return shape.num_heads * (shape.key_width + shape.value_width) * FLOAT32_BYTES
+
+
 def _layer_bytes(checkpoint: Checkpoint, layer: int) -> int:
-    table = checkpoint.table
-    total = _linear_bytes(checkpoint, ["q", "k", "v"], layer) + _linear_bytes(checkpoint, ["o"], layer)
-    for role in table.trunk_roles(layer):
-        if role in NORM_ROLES:
-            total += table.shape(role, layer)[0] * FLOAT32_BYTES
-    if checkpoint.spec.layers[layer].gate is not None:
-        return total + _linear_bytes(checkpoint, ["gate"], layer)
-    return total + _ffn_bytes(checkpoint, [table.name(role, layer) for role in DENSE_ROLES], "as_stored")
+    packings = layer_packings(checkpoint.spec.layers[layer]).values()
+    return sum(_packing_bytes(checkpoint, layer, packing) for packing in packings)
 
 
-def _linear_bytes(checkpoint: Checkpoint, roles: list[str], layer: int | None = None) -> int:
-    extents = [checkpoint.extent(checkpoint.table.name(role, layer)) for role in roles]
-    stored = packed_format([extent.dtype for extent in extents], "as_stored")
-    num_outputs = sum(extent.shape[0] for extent in extents)
-    return packed_linear_bytes(num_outputs, extents[0].shape[1], ITEM_BYTES[stored])
+def _packing_bytes(checkpoint: Checkpoint, layer: int, packing: Packing) -> int:
+    parts = [checkpoint.table.part(role, layer) for role in packing.roles]
+    spec = checkpoint.spec.layers[layer]
+    if packing.kind == "linear":
+        return _linear_bytes(checkpoint, parts)
+    if packing.kind == "vector":
+        return sum(math.prod(part.shape) for part in parts) * FLOAT32_BYTES
+    if packing.kind == "mlp":
+        return _mlp_bytes(checkpoint, parts, dense_spec(spec), "as_stored")
+    latent = spec.attention.latent
+    assert latent is not None, "only latent attention has a matrix per head"
+    item = ITEM_BYTES[packed_format([checkpoint.stored_dtype(parts[0])], "as_stored")]
+    to_latent = packed_linear_bytes(latent.width, latent.plain_width, item)
+    from_latent = packed_linear_bytes(latent.value_width, latent.width, item)
+    return spec.attention.num_heads * (to_latent + from_latent)
+
+
+def _linear_bytes(checkpoint: Checkpoint, parts: Sequence[Part]) -> int:
+    stored = packed_format([checkpoint.stored_dtype(part) for part in parts], "as_stored")
+    num_outputs = sum(part.shape[0] for part in parts)
+    return packed_linear_bytes(num_outputs, parts[0].shape[1], ITEM_BYTES[stored])
 
 
 def _expert_bytes(checkpoint: Checkpoint, layer: int, weight_format: str) -> int:
     """Bytes of the largest expert of a layer: a checkpoint may store some of them wider than others."""
-    gate = checkpoint.spec.layers[layer].gate
-    if gate is None:
+    spec = checkpoint.spec.layers[layer]
+    if spec.gate is None:
         return 0
-    names = (checkpoint.expert_names([ExpertId(layer, i)]) for i in range(gate.num_experts))
-    return max(_ffn_bytes(checkpoint, three, weight_format) for three in names)
+    experts = (ExpertId(layer, index) for index in range(spec.gate.num_experts))
+    return max(
+        _mlp_bytes(checkpoint, checkpoint.expert_parts(expert), spec.ffn, weight_format) for expert in experts
+    )
 
 
-def _ffn_bytes(checkpoint: Checkpoint, names: list[str], weight_format: str) -> int:
-    extents = [checkpoint.extent(name) for name in names]
-    stored = packed_format([extent.dtype for extent in extents], weight_format)
-    F, D = extents[0].shape
+def _mlp_bytes(checkpoint: Checkpoint, parts: Sequence[Part], spec: ExpertSpec, weight_format: str) -> int:
+    matrices = [part for part in parts if not part.role.endswith("_bias")]
+    stored = packed_format([checkpoint.stored_dtype(part) for part in matrices], weight_format)
+    F, D = matrices[0].shape
+    assert F == spec.width, "the first matrix of an MLP has its inner width"
     return packed_expert_bytes(D, F, ITEM_BYTES[stored])

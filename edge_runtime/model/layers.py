@@ -5,18 +5,28 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from edge_runtime.model.attention import AttentionWeights
+from edge_runtime.model.attention import AttentionWeights, LatentWeights
+from edge_runtime.model.gate import GateWeights
 from kernels.ops import ExpertBank, LinearWeight
 
 
 class LayerWeights(NamedTuple):
-    """One decoder layer. Norms are float32; either `gate` or `dense` is there."""
+    """One decoder layer. Vectors are float32 [D] unless said; what its spec does not ask for is None."""
 
-    input_norm: Tensor  # [D]
-    attention: AttentionWeights
-    post_norm: Tensor  # [D]
-    gate: LinearWeight | None  # [E, D]
-    dense: ExpertBank | None  # a dense layer's MLP: the one expert that all rows use
+    input_norm: Tensor
+    attention: AttentionWeights | LatentWeights
+    post_norm: Tensor  # before the experts, or before a dense layer's MLP
+    gate: GateWeights | None = None
+    dense: ExpertBank | None = (
+        None  # the one expert that all rows use: a dense layer's MLP, or one beside the experts
+    )
+    shared_gate: LinearWeight | None = None  # [1, D]
+    attention_out_norm: Tensor | None = None
+    ffn_out_norm: Tensor | None = None
+    dense_norm: Tensor | None = None  # before a dense MLP beside the experts ...
+    dense_out_norm: Tensor | None = None  # ... behind it ...
+    routed_out_norm: Tensor | None = None  # ... and behind the experts' sum
+    output_scale: Tensor | None = None  # [1]
 
 
 class Trunk(NamedTuple):
@@ -29,7 +39,7 @@ class Trunk(NamedTuple):
     first_layer: int
     last_layer: int
     layers: tuple[LayerWeights, ...]
-    rope: tuple[Tensor, Tensor]  # cos and sin, [S, P/2] float32
+    ropes: tuple[tuple[Tensor, Tensor], ...]  # every table of the model: cos and sin, [S, width / 2] float32
     embed: LinearWeight | None  # [V, D]
     final_norm: Tensor | None  # [D] float32
     head: LinearWeight | None  # [V, D]

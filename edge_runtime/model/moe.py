@@ -25,8 +25,18 @@ class Missing(NamedTuple):
     why: str
 
 
+def joined(first: Missing | None, second: Missing | None) -> Missing | None:
+    """What either lacks."""
+    if first is None or second is None:
+        return first or second
+    return Missing(torch.cat([first.slots, second.slots]), f"{first.why}; {second.why}")
+
+
 class ExpertPort(Protocol):
     """Whoever computes the routed experts of a layer."""
+
+    host_names: list[str]
+    """This node first, then whoever else computes."""
 
     def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
         """Fill `out` with each slot's unweighted expert output; say which slots stay unfilled.
@@ -106,8 +116,8 @@ class LocalExperts:
     """
 
     def __init__(self, store: ExpertStore, node: str = "this node") -> None:
+        self.host_names = [node]
         self._store = store
-        self._node = node
         self._rows: dict[tuple[int, int], Tensor] = {}  # (T, K) -> [T*K] int32, the row of each slot
 
     def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
@@ -139,4 +149,4 @@ class LocalExperts:
 
     def _missing(self, layer: int, flat_ids: Tensor, slots: Tensor) -> Missing:
         experts = ", ".join(map(str, flat_ids[slots].unique().tolist()))
-        return Missing(slots, f"{self._node} does not hold layer {layer} experts {experts}")
+        return Missing(slots, f"{self.host_names[0]} does not hold layer {layer} experts {experts}")

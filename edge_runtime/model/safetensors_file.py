@@ -21,6 +21,7 @@ ITEM_BYTES = {
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
 FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+TORCH_DTYPES = FLOAT_DTYPES | {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 
 
@@ -50,7 +51,7 @@ class SafetensorsFile:
     def tensor(self, name: str) -> Tensor:
         """The tensor as a view of the mapped file: read it, do not keep it, then call `drop_pages`."""
         extent = self.extents[name]
-        dtype = FLOAT_DTYPES[extent.dtype]
+        dtype = TORCH_DTYPES[extent.dtype]
         count = (extent.end - extent.start) // dtype.itemsize
         buffer: mmap.mmap | bytearray = self._mapped()
         offset = extent.start

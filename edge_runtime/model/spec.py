@@ -3,9 +3,22 @@
 Knows no file and no tensor. `architectures/` fills it in from a config; `unsupported` says what of it cannot run yet.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
+
+
+class KVShape(NamedTuple):
+    """What one token keeps in one layer."""
+
+    num_heads: int
+    """G, heads of keys and values."""
+    key_width: int
+    """P, numbers of one key."""
+    value_width: int
+    """Numbers of one value."""
+    shared_with: int | None = None
+    """The layer whose keys and values these are; None if the layer has its own."""
 
 
 class RopeSpec(msgspec.Struct, frozen=True):
@@ -13,12 +26,43 @@ class RopeSpec(msgspec.Struct, frozen=True):
 
     theta: float
     """Base wavelength."""
-    kind: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] = "default"
+    kind: Literal["default", "linear", "yarn", "llama3", "proportional"] = "default"
     """How wavelengths are scaled beyond the trained context."""
     factor: float = 1.0
-    """Scale of the kinds that have one."""
+    """How much longer the context became (`linear`, `yarn`, `llama3`); a divisor of all turns (`proportional`)."""
+    attention_factor: float = 1.0
+    """Cosines and sines times this (`yarn`)."""
+    original_context_tokens: int = 0
+    """Positions before the context was stretched (`yarn`, `llama3`)."""
+    beta_fast: float = 32.0
+    """Turns in the original context above which a wavelength is kept (`yarn`)."""
+    beta_slow: float = 1.0
+    """Turns in the original context below which it is stretched by the whole factor (`yarn`)."""
+    truncate: bool = True
+    """The two borders are whole numbers (`yarn`)."""
+    low_freq_factor: float = 1.0
+    """Original context by this is the wavelength above which all is stretched (`llama3`)."""
+    high_freq_factor: float = 4.0
+    """Original context by this is the wavelength below which nothing is (`llama3`)."""
     rotary_share: float = 1.0
-    """Share of each head's width that is turned."""
+    """Share of each head's pairs that turn at all (`proportional`)."""
+    interleaved: bool = False
+    """Pairs are neighbours (2i, 2i + 1) and not halves (i, i + P/2)."""
+
+
+class LatentSpec(msgspec.Struct, frozen=True):
+    """Latent attention: keys and values of all heads are rebuilt from one short vector per token (MLA)."""
+
+    width: int
+    """Numbers of the latent that keys and values are rebuilt from."""
+    plain_width: int
+    """Numbers of each head that carry no position; the other `head_width - plain_width` are turned."""
+    value_width: int
+    """Width of a head's value."""
+    query_rank: int | None = None
+    """Queries pass a latent of this width too; None if they do not."""
+    norm_eps: float = 1e-6
+    """Of the latents' norms, which is not the model's."""
 
 
 class AttentionSpec(msgspec.Struct, frozen=True):
@@ -29,17 +73,25 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     num_kv_heads: int
     """G, key/value heads; H is a multiple of G."""
     head_width: int
-    """P, width of a head; need not be D / H."""
-    kind: Literal["gqa", "mla"] = "gqa"
-    """Grouped queries, or a latent that keys and values are rebuilt from."""
+    """P, width of a head of queries and keys; need not be D / H."""
+    scale: float
+    """Scores times this before the softmax."""
+    rope: RopeSpec
+    """How positions turn queries and keys."""
+    latent: LatentSpec | None = None
+    """There if keys and values are rebuilt from a latent."""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """RMS norm of queries and keys: none, per head, or over the whole projection."""
+    value_norm: bool = False
+    """RMS norm without scale of each value head."""
+    values_are_keys: bool = False
+    """There is no value projection: keys, before their norm, are the values."""
     qkv_bias: bool = False
-    """Queries, keys and values have a bias."""
+    """Queries, keys and values have a bias; with latents, both down projections."""
     out_bias: bool = False
     """The output projection has a bias."""
     window: int | None = None
-    """A row attends to at most this many last positions; None for all."""
+    """A row attends to at most this many last positions, its own included; None for all."""
     has_sinks: bool = False
     """Each head has a learned sink in its softmax."""
     soft_cap: float | None = None
@@ -48,8 +100,28 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     """Queries, keys and values are clipped to [-clip, clip]."""
     kv_shared_with: int | None = None
     """This layer attends to the keys and values of that layer."""
-    rope: RopeSpec | None = None
-    """None for a layer without positions."""
+
+    def windowed(self, window: int | None) -> "AttentionSpec":
+        """The same with another window."""
+        return msgspec.structs.replace(self, window=window)
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What a token keeps."""
+        if self.latent is not None:
+            turned = self.head_width - self.latent.plain_width
+            return KVShape(1, self.latent.width + turned, self.latent.width, self.kv_shared_with)
+        return KVShape(self.num_kv_heads, self.head_width, self.head_width, self.kv_shared_with)
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of the part of a head that rope sees."""
+        return self.head_width - (self.latent.plain_width if self.latent else 0)
+
+    @property
+    def mixed_width(self) -> int:
+        """Numbers per row that go into the output projection."""
+        return self.num_heads * (self.latent.value_width if self.latent else self.head_width)
 
 
 class GateSpec(msgspec.Struct, frozen=True):
@@ -63,10 +135,12 @@ class GateSpec(msgspec.Struct, frozen=True):
     """Softmax over all experts and then the best K, or the best K and then a softmax over them, or sigmoids."""
     renormalise: bool = False
     """The K weights are divided by their sum."""
-    input_norm: Literal["none", "unscaled"] = "none"
-    """The gate's own norm of the residual, beside the layer's."""
+    reads_residual: bool = False
+    """The gate has a norm of its own and reads the residual, not what the experts read."""
     has_bias: bool = False
     """The logits have a bias."""
+    has_selection_bias: bool = False
+    """A learned number per expert is added to its score for the choice, and not for the weight."""
     num_groups: int = 1
     """Experts are in this many groups ..."""
     top_groups: int = 1
@@ -78,6 +152,12 @@ class GateSpec(msgspec.Struct, frozen=True):
     capacity: int | None = None
     """An expert takes at most this many tokens of a sequence; the others get none."""
 
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """Whether a row's K weights add up to 1."""
+        sums = self.renormalise or self.scores == "softmax_of_top_k"
+        return sums and self.scale == 1.0 and not self.has_expert_scale
+
 
 class ExpertSpec(msgspec.Struct, frozen=True):
     """One feed-forward network: a routed expert, a shared expert, or a dense layer's MLP."""
@@ -87,13 +167,11 @@ class ExpertSpec(msgspec.Struct, frozen=True):
     activation: Literal["swiglu", "geglu_tanh", "relu", "clamped_swiglu"] = "swiglu"
     """What is between the matrices."""
     clamp: float | None = None
-    """Gate and up are clamped to this (`clamped_swiglu`)."""
+    """Gate (above) and up (both sides) are clamped to this (`clamped_swiglu`)."""
     alpha: float = 1.0
     """Slope of the sigmoid (`clamped_swiglu`)."""
     has_bias: bool = False
     """The matrices have biases."""
-    layout: Literal["separate", "fused", "interleaved"] = "separate"
-    """How gate and up lie in the checkpoint: two matrices, one above the other, or row by row."""
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -106,11 +184,15 @@ class LayerSpec(msgspec.Struct, frozen=True):
     gate: GateSpec | None = None
     """None in a dense layer."""
     shared: ExpertSpec | None = None
-    """The expert that runs for every token beside the routed ones."""
+    """The expert that runs for every token beside the routed ones and reads what they read."""
     shared_gate: bool = False
     """The shared expert's output times a sigmoid of the row."""
     parallel_dense: ExpertSpec | None = None
-    """A dense MLP beside the experts, with norms of its own."""
+    """A dense MLP beside the experts that reads the residual; it and the experts' sum have norms of their own."""
+    output_norms: bool = False
+    """What attention and feed-forward give is normed before it is added to the residual."""
+    output_scale: bool = False
+    """The residual behind the layer times a learned number."""
 
 
 class EncoderSpec(msgspec.Struct, frozen=True):
@@ -151,6 +233,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """Indices of the layers whose rows are routed."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.kind == "moe")
 
+    def kv_shapes(self, first_layer: int, last_layer: int) -> dict[int, KVShape]:
+        """What a token keeps in each of the layers [first_layer, last_layer)."""
+        return {i: self.layers[i].attention.kv_shape for i in range(first_layer, last_layer)}
+
 
 def unsupported(spec: ModelSpec) -> list[str]:
     """Everything in `spec` that the code cannot run yet, each as `what value`; empty for a model that runs."""
@@ -160,44 +246,27 @@ def unsupported(spec: ModelSpec) -> list[str]:
         if value not in allowed:
             faults.append(f"{where}{name} {value!r}")
 
-    allow("", "embed_scale", spec.embed_scale, 1.0)
-    allow("", "logit_soft_cap", spec.logit_soft_cap, None)
     allow("", "encoder", spec.encoder and "present", None)
-    ropes, geometries, routed = set(), set(), set()
+    routed = set()
     for index, layer in enumerate(spec.layers):
         where = f"layer {index}: "
-        attention, gate, ffn = layer.attention, layer.gate, layer.ffn
-        geometries.add((attention.num_heads, attention.num_kv_heads, attention.head_width))
-        allow(where, "attention kind", attention.kind, "gqa")
-        allow(where, "q/k norm", attention.qk_norm, "none", "head")
-        allow(where, "sliding window", attention.window, None)
-        allow(where, "attention sinks", attention.has_sinks, False)
-        allow(where, "attention soft cap", attention.soft_cap, None)
-        allow(where, "q/k/v clip", attention.clip, None)
-        allow(where, "keys and values shared with layer", attention.kv_shared_with, None)
-        if attention.rope is None:
-            faults.append(f"{where}rope None")
-        else:
-            allow(where, "rope kind", attention.rope.kind, "default")
-            allow(where, "rotary share", attention.rope.rotary_share, 1.0)
-            ropes.add((attention.rope, attention.head_width))
-        for expert in (ffn, layer.shared, layer.parallel_dense):
+        attention, gate = layer.attention, layer.gate
+        if attention.latent is not None:
+            allow(where, "latent attention with q/k norm", attention.qk_norm, "none")
+            allow(where, "latent attention with clip", attention.clip, None)
+            allow(where, "latent attention with shared keys", attention.kv_shared_with, None)
+        if attention.kv_shared_with is not None:
+            source = spec.layers[attention.kv_shared_with].attention
+            same = source.kv_shape == attention.kv_shape._replace(shared_with=None)
+            allow(where, "keys and values of another shape shared with layer", None if same else index, None)
+        for expert in (layer.ffn, layer.shared, layer.parallel_dense):
             if expert is not None:
-                allow(where, "activation", expert.activation, "swiglu")
-                allow(where, "expert bias", expert.has_bias, False)
-                allow(where, "gate/up layout", expert.layout, "separate")
-        allow(where, "shared expert", layer.shared and "present", None)
-        allow(where, "parallel dense MLP", layer.parallel_dense and "present", None)
+                allow(where, "activation", expert.activation, "swiglu", "geglu_tanh", "clamped_swiglu")
+        if layer.shared is not None and layer.parallel_dense is not None:
+            faults.append(f"{where}a shared expert beside a parallel dense MLP")
         if gate is not None:
-            routed.add((gate, ffn))
-            allow(where, "gate scores", gate.scores, "softmax")
-            allow(where, "gate input norm", gate.input_norm, "none")
-            allow(where, "gate bias", gate.has_bias, False)
-            allow(where, "gate groups", gate.num_groups, 1)
-            allow(where, "gate scale", gate.scale, 1.0)
-            allow(where, "gate scale per expert", gate.has_expert_scale, False)
+            routed.add((gate, layer.ffn))
             allow(where, "expert capacity", gate.capacity, None)
-    for name, found in (("rope settings", ropes), ("head counts", geometries), ("gates or experts", routed)):
-        if len(found) > 1:
-            faults.append(f"layers with {len(found)} different {name}")
+    if len(routed) > 1:
+        faults.append(f"layers with {len(routed)} different gates or experts")
     return faults

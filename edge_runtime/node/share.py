@@ -127,14 +127,7 @@ def load_share(
         context_tokens=settings.context_tokens,
         progress=lambda done, _, what: progress(expert_bytes + done, total, what),
     )
-    attention = spec.layers[share.first_layer].attention
-    pages = KVPages(
-        share.kv_blocks,
-        num_kv_heads=attention.num_kv_heads,
-        head_width=attention.head_width,
-        first_layer=share.first_layer,
-        last_layer=share.last_layer,
-    )
+    pages = KVPages(share.kv_blocks, spec.kv_shapes(share.first_layer, share.last_layer))
     peers = [peer for peer in deploy.peers if peer.name != node]
     hosting = {name for names in hosts_of(deploy).values() for name in names}
     experts = PlacedExperts(

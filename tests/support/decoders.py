@@ -53,17 +53,10 @@ class Sequences:
         self.block_tables = tables.contiguous()
         self.lengths = [0] * num_sequences
         bounds = [0, *cuts, spec.num_layers]
-        attention = spec.layers[0].attention
         self.decoders = []
         for first, last in pairwise(bounds):
             trunk = load_trunk(checkpoint, spec, first, last, context_tokens=context_tokens)
-            pages = KVPages(
-                num_blocks,
-                num_kv_heads=attention.num_kv_heads,
-                head_width=attention.head_width,
-                first_layer=first,
-                last_layer=last,
-            )
+            pages = KVPages(num_blocks, spec.kv_shapes(first, last))
             self.decoders.append(Decoder(spec, trunk, pages, max_rows=max_rows))
 
     def batch(self, pieces: Sequence[tuple[int, Sequence[int]]]) -> tuple[Tensor, AttentionBatch]:

@@ -105,16 +105,9 @@ def engine_of(
 ) -> Engine:
     """An engine over the whole model, in stages cut at the layers `cuts`."""
     spec, clock = whole.checkpoint.spec, clock or ManualClock()
-    attention = spec.layers[0].attention
     stages = []
     for first, last in pairwise([0, *cuts, spec.num_layers]):
-        pages = KVPages(
-            num_blocks,
-            num_kv_heads=attention.num_kv_heads,
-            head_width=attention.head_width,
-            first_layer=first,
-            last_layer=last,
-        )
+        pages = KVPages(num_blocks, spec.kv_shapes(first, last))
         decoder = Decoder(spec, whole.trunk(first, last), pages, max_rows=max_rows)
         table = RequestTable(max_running, context_tokens)
         stages.append(Runner(decoder, port or placed_experts(whole), table, clock))

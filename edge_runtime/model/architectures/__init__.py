@@ -4,24 +4,59 @@ from collections.abc import Mapping
 from typing import Any
 
 from edge_runtime.errors import ConfigError
-from edge_runtime.model.architectures import qwen3_moe
-from edge_runtime.model.architectures.config_reader import ConfigReader
+from edge_runtime.model.architectures import (
+    deepseek_v2,
+    gemma4,
+    gpt_oss,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
+from edge_runtime.model.architectures.config_reader import ConfigReader, Quantisation
 from edge_runtime.model.architectures.table import TensorTable
 from edge_runtime.model.spec import ModelSpec, unsupported
 
-FAMILIES = {"qwen3_moe": qwen3_moe}
+FAMILIES = {
+    "deepseek_v2": deepseek_v2,
+    "gemma4": gemma4,
+    "gemma4_text": gemma4,
+    "gpt_oss": gpt_oss,
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
+}
 
 
-def read_model(config: Mapping[str, Any], source: str = "config.json") -> tuple[ModelSpec, TensorTable]:
-    """The spec and the tensor table of a parsed `config.json`; `source` names the file in errors."""
-    family = config.get("model_type")
-    if family not in FAMILIES:
+def read_model(
+    config: Mapping[str, Any], source: str = "config.json"
+) -> tuple[ModelSpec, TensorTable, Quantisation]:
+    """What a parsed `config.json` describes: the spec, where its tensors lie, and how matrices are quantised.
+
+    source   names the file in errors
+    """
+    name = config.get("model_type")
+    if name not in FAMILIES:
         raise ConfigError(
-            f"{source}: model_type {family!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+            f"{source}: model_type {name!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
-    reader = ConfigReader(config, source)
-    spec = FAMILIES[family].read_spec(reader)
-    reader.finish()
+    family = FAMILIES[name]
+    reader = ConfigReader(_text_part(config, source), source)
+    spec = family.read_spec(reader)
+    quantisation = reader.finish(getattr(family, "QUANTISATIONS", ("fp8",)))
     if faults := unsupported(spec):
-        raise ConfigError(f"{source}: this {family} model needs what cannot be run yet: {'; '.join(faults)}")
-    return spec, TensorTable(spec, FAMILIES[family].TENSORS)
+        raise ConfigError(f"{source}: this {name} model needs what cannot be run yet: {'; '.join(faults)}")
+    ignored = family.ignored(spec) if hasattr(family, "ignored") else ()
+    return spec, TensorTable(spec, family.TENSORS, ignored=ignored), quantisation
+
+
+def _text_part(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The keys of the text model: the whole config, or what a model of several kinds of input nests."""
+    if "text_config" not in config:
+        return config
+    text = config["text_config"]
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"{source}: text_config = {text!r:.60} must be an object")
+    above = {key: config[key] for key in ("quantization_config", "tie_word_embeddings") if key in config}
+    return {**above, **text}

@@ -4,13 +4,42 @@ A reader remembers which keys were asked for, so that a key nobody understands i
 """
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
 
 from edge_runtime.errors import ConfigError
+from edge_runtime.model.rope import yarn_attention_factor
 from edge_runtime.model.spec import RopeSpec
 
 log = logging.getLogger(__name__)
+
+
+class Quantisation(NamedTuple):
+    """How weight matrices are stored if not as plain numbers."""
+
+    method: str = "none"
+    block: tuple[int, int] = (1, 1)
+    """Rows and columns that share one scale (fp8)."""
+
+
+# Keys of quantization_config beside the method: the values that are run, or None for keys that only name modules, since
+# a tensor's dtype says how it is stored, or that mean something to whoever quantises.
+QUANTISATION_KEYS: dict[str, dict[str, tuple[Any, ...] | None]] = {
+    "fp8": {
+        "quant_method": None,
+        "weight_block_size": None,
+        "modules_to_not_convert": None,
+        "ignored_layers": None,
+        "dequantize": None,
+        "activation_scheme": ("dynamic",),
+        "fmt": ("e4m3",),
+        "scale_fmt": ("float",),
+        "expert_dtype": ("fp8",),
+    },
+    "mxfp4": {"quant_method": None, "modules_to_not_convert": None, "dequantize": None},
+}
 
 # Keys that say nothing about the arithmetic: training, bookkeeping of transformers, hints for generation, tokens.
 HARMLESS_KEYS = frozenset(
@@ -89,49 +118,188 @@ class ConfigReader:
         if value is not None and value not in neutral:
             raise self.fault(key, value, "is not supported")
 
-    def rope(self, *, default_theta: float = 10_000.0) -> RopeSpec:
+    def ignore(self, *keys: str) -> None:
+        """Keys that mean nothing beside the others."""
+        self._read.update(keys)
+
+    def heads(self, *, default_kv_heads: int | None = None) -> tuple[int, int]:
+        """Query heads and key/value heads; as many of these as of those if the config does not say."""
+        num_heads = self.count("num_attention_heads")
+        num_kv_heads = self.count("num_key_value_heads", default=default_kv_heads or num_heads)
+        if num_heads % num_kv_heads:
+            raise self.fault("num_key_value_heads", num_kv_heads, f"does not divide {num_heads} heads")
+        return num_heads, num_kv_heads
+
+    def experts(
+        self,
+        key: str,
+        top_k_key: str,
+        *,
+        default: int | None = None,
+        default_top_k: int | None = None,
+        at_least: int = 1,
+    ) -> tuple[int, int]:
+        """Experts of a layer and how many of them a token takes."""
+        num_experts = self.count(key, default=default, at_least=at_least)
+        top_k = self.count(top_k_key, default=default_top_k)
+        if num_experts and top_k > num_experts:
+            raise self.fault(top_k_key, top_k, f"is more than the {num_experts} experts of a layer")
+        return num_experts, top_k
+
+    def sparse_layers(self, num_layers: int) -> list[bool]:
+        """Which layers have experts by `mlp_only_layers` and `decoder_sparse_step`."""
+        dense_only = self.layer_indices("mlp_only_layers", num_layers)
+        every = self.count("decoder_sparse_step", default=1)
+        return [i not in dense_only and (i + 1) % every == 0 for i in range(num_layers)]
+
+    def layer_types(self, num_layers: int, default: Sequence[str]) -> list[str]:
+        """`sliding_attention` or `full_attention` for each layer."""
+        value = self._get("layer_types")
+        value = list(default) if value is None else value
+        known = ("full_attention", "sliding_attention")
+        if (
+            not isinstance(value, list)
+            or len(value) != num_layers
+            or any(kind not in known for kind in value)
+        ):
+            raise self.fault("layer_types", value, f"must have {' or '.join(known)} for {num_layers} layers")
+        return value
+
+    def layer_settings(
+        self, key: str, known: Collection[str], num_layers: int
+    ) -> dict[int, dict[str, int]] | None:
+        """An object of layer index -> counts that differ there; None if the key is absent."""
+        value = self._get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or not all(isinstance(each, Mapping) for each in value.values()):
+            raise self.fault(key, value, "must be an object of layer index to settings")
+        found = {}
+        for index, settings in value.items():
+            if not str(index).isdecimal() or int(index) >= num_layers:
+                raise self.fault(key, value, f"names a layer outside 0 to {num_layers - 1}")
+            for name, number in settings.items():
+                if name not in known or type(number) is not int or number < 1:
+                    raise self.fault(f"{key}.{index}.{name}", number, "is not supported")
+            found[int(index)] = dict(settings)
+        return found
+
+    @property
+    def quantisation_method(self) -> str | None:
+        """`quantization_config.quant_method` as it stands."""
+        settings = self._get("quantization_config")
+        return settings.get("quant_method") if isinstance(settings, Mapping) else None
+
+    def window(self, context_tokens: int, *, default: int = 4096) -> int | None:
+        """`sliding_window`; None if it is as long as the context and hides nothing."""
+        window = self.count("sliding_window", default=default)
+        return window if window < context_tokens else None
+
+    def rope(
+        self,
+        context_tokens: int,
+        *,
+        default_theta: float = 10_000.0,
+        default: Mapping[str, Any] | None = None,
+        interleaved: bool = False,
+    ) -> RopeSpec:
         """The rope settings in any of their three spellings.
 
         `rope_theta` at the top, a `rope_scaling` dict beside it, or one `rope_parameters` dict with all. A theta
         inside the dict wins over the one at the top, `rope_scaling` over `rope_parameters`, as in transformers.
+
+        context_tokens   the model's own limit
+        default          the dict of a config that has none
         """
+        key, settings = self.rope_settings(default)
+        self.has("rope_theta")
+        theta = settings.get("rope_theta", self._get("rope_theta"))
+        original = self._get("original_max_position_embeddings")
+        return self.rope_of(
+            key,
+            {**settings, "original_max_position_embeddings": original} if original is not None else settings,
+            context_tokens,
+            default_theta=default_theta if theta is None else theta,
+            interleaved=interleaved,
+        )
+
+    def rope_settings(self, default: Mapping[str, Any] | None = None) -> tuple[str, Mapping[str, Any]]:
+        """Name and content of the dict with the rope settings."""
         for key in ("rope_scaling", "rope_parameters"):
             if not isinstance(self._get(key) or {}, Mapping):
                 raise self.fault(key, self._get(key), "must be an object")
         key = "rope_scaling" if self._get("rope_scaling") else "rope_parameters"
-        nested = self._get(key) or {}
-        kind = nested.get("rope_type", nested.get("type", "default"))
-        if kind != "default":
-            raise self.fault(f"{key}.rope_type", kind, "is not supported, only 'default'")
-        share_keys = [(f"{key}.partial_rotary_factor", nested.get("partial_rotary_factor"))]
-        share_keys.append(("partial_rotary_factor", self._get("partial_rotary_factor")))
-        for name, value in share_keys:
-            if value not in (None, 1, 1.0):
-                raise self.fault(name, value, "is not supported, only 1.0")
-        unknown = set(nested) - {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
-        if unknown:
-            name = min(unknown)
-            raise self.fault(f"{key}.{name}", nested[name], "is not supported")
-        if nested.get("factor") not in (None, 1, 1.0):
-            raise self.fault(f"{key}.factor", nested["factor"], "is not supported with rope_type 'default'")
-        self.has("rope_theta")
-        if nested.get("rope_theta") is not None:
-            return RopeSpec(theta=_positive(self, f"{key}.rope_theta", nested["rope_theta"], None))
-        return RopeSpec(theta=self.number("rope_theta", default=default_theta))
+        return key, self._get(key) or default or {}
 
-    def finish(self) -> None:
-        """Refuse a quantised checkpoint and warn of keys that nothing read."""
-        if self._get("quantization_config"):
-            method = self._config["quantization_config"]
-            method = method.get("quant_method", method) if isinstance(method, Mapping) else method
-            raise self.fault(
-                "quantization_config", method, "is not supported, only bf16, fp16 or fp32 weights"
-            )
+    def rope_of(
+        self,
+        key: str,
+        settings: Mapping[str, Any],
+        context_tokens: int,
+        *,
+        default_theta: float,
+        interleaved: bool = False,
+    ) -> RopeSpec:
+        """The rope settings of one dict."""
+        values = _Settings(self, key, settings)
+        kind = values.get("rope_type", values.get("type", "default"))
+        share = values.get("partial_rotary_factor", self._get("partial_rotary_factor"))
+        theta = values.number("rope_theta", default_theta)
+        found = RopeSpec(theta=theta, interleaved=interleaved)
+        if kind == "proportional":
+            share = 1.0 if share is None else share
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+                raise self.fault(f"{key}.partial_rotary_factor", share, "must be above 0 and at most 1")
+            changes = {"rotary_share": float(share), "factor": values.number("factor", 1.0)}
+        else:
+            if share not in (None, 1, 1.0):
+                raise self.fault("partial_rotary_factor", share, "is not supported, only 1.0")
+            if kind not in ROPE_READERS:
+                kinds = ", ".join(map(repr, [*ROPE_READERS, "proportional"]))
+                raise self.fault(f"{key}.rope_type", kind, f"is not supported, only {kinds}")
+            changes = ROPE_READERS[kind](values, context_tokens)
+        values.finish()
+        kind = "default" if kind == "dynamic" else kind
+        return msgspec.structs.replace(found, kind=kind, **changes)
+
+    def finish(self, quantisations: Collection[str] = ("fp8",)) -> Quantisation:
+        """Read how weights are quantised, and warn of keys that nothing read.
+
+        quantisations   the methods that this family's checkpoints may have
+        """
+        found = self._quantisation(quantisations)
         for key in sorted(set(self._config) - self._read - HARMLESS_KEYS):
             if self._config[key] not in (None, False, [], {}):
                 log.warning(
                     "%s: key %s = %r is not known and has no effect", self.source, key, self._config[key]
                 )
+        return found
+
+    def _quantisation(self, allowed: Collection[str]) -> Quantisation:
+        settings = self._get("quantization_config")
+        if not settings:
+            return Quantisation()
+        if not isinstance(settings, Mapping):
+            raise self.fault("quantization_config", settings, "must be an object")
+        method = settings.get("quant_method")
+        if method not in allowed:
+            known = ", ".join(map(repr, allowed))
+            raise self.fault("quantization_config.quant_method", method, f"is not supported, only {known}")
+        neutral = QUANTISATION_KEYS[method]
+        for key, value in settings.items():
+            if key in neutral and neutral[key] is not None and value not in neutral[key]:
+                wanted = " or ".join(map(repr, neutral[key]))
+                raise self.fault(f"quantization_config.{key}", value, f"is not supported, only {wanted}")
+            if key not in neutral and value not in (None, False, [], {}):
+                raise self.fault(f"quantization_config.{key}", value, "is not known")
+        if method != "fp8":
+            return Quantisation(method)
+        block = settings.get("weight_block_size", [128, 128])
+        if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+            raise self.fault(
+                "quantization_config.weight_block_size", block, "is not supported, only two whole numbers"
+            )
+        return Quantisation("fp8", (block[0], block[1]))
 
     def fault(self, key: str, value: Any, what: str) -> ConfigError:
         """The error for one key."""
@@ -146,3 +314,90 @@ def _positive(reader: ConfigReader, key: str, value: Any, default: float | None)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise reader.fault(key, value, "must be a number above 0")
     return float(value)
+
+
+class _Settings:
+    """The keys of one dict of rope settings."""
+
+    def __init__(self, reader: ConfigReader, key: str, values: Mapping[str, Any]) -> None:
+        self._reader = reader
+        self._key = key
+        self._values = values
+        self._read = {"rope_type", "type"}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return _positive(self._reader, f"{self._key}.{name}", self.get(name), default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self._reader.fault(f"{self._key}.{name}", value, "must be true or false")
+        return value
+
+    def neutral(self, name: str, *allowed: Any) -> None:
+        """Refuse a value that would mean something, which it does not with this rope type."""
+        value = self.get(name)
+        if value is not None and value not in allowed:
+            raise self._reader.fault(f"{self._key}.{name}", value, "is not supported with this rope_type")
+
+    def finish(self) -> None:
+        for name in sorted(set(self._values) - self._read):
+            if self._values[name] is not None:
+                raise self._reader.fault(f"{self._key}.{name}", self._values[name], "is not supported")
+
+
+def _default_rope(values: _Settings, context_tokens: int) -> dict[str, Any]:
+    values.neutral("factor", 1, 1.0)
+    return {}
+
+
+def _dynamic_rope(values: _Settings, context_tokens: int) -> dict[str, Any]:
+    """Within the model's own context, which no sequence here leaves, dynamic scaling changes nothing."""
+    values.number("factor")
+    values.get("original_max_position_embeddings")
+    return {}
+
+
+def _linear_rope(values: _Settings, context_tokens: int) -> dict[str, Any]:
+    return {"factor": values.number("factor")}
+
+
+def _yarn_rope(values: _Settings, context_tokens: int) -> dict[str, Any]:
+    original = int(values.number("original_max_position_embeddings", context_tokens))
+    factor = values.number("factor", context_tokens / original)
+    mscale, mscale_all = values.get("mscale"), values.get("mscale_all_dim")
+    if mscale and mscale_all:
+        inferred = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all)
+    else:
+        inferred = yarn_attention_factor(factor)
+    return {
+        "factor": factor,
+        "attention_factor": values.number("attention_factor", inferred),
+        "original_context_tokens": original,
+        "beta_fast": values.number("beta_fast", 32.0),
+        "beta_slow": values.number("beta_slow", 1.0),
+        "truncate": values.flag("truncate", True),
+    }
+
+
+def _llama3_rope(values: _Settings, context_tokens: int) -> dict[str, Any]:
+    return {
+        "factor": values.number("factor"),
+        "original_context_tokens": int(values.number("original_max_position_embeddings", context_tokens)),
+        "low_freq_factor": values.number("low_freq_factor"),
+        "high_freq_factor": values.number("high_freq_factor"),
+    }
+
+
+ROPE_READERS: dict[str, Callable[[_Settings, int], dict[str, Any]]] = {
+    "default": _default_rope,
+    "dynamic": _dynamic_rope,
+    "linear": _linear_rope,
+    "llama3": _llama3_rope,
+    "yarn": _yarn_rope,
+}

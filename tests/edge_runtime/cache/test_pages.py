@@ -5,10 +5,13 @@ import pytest
 import torch
 
 from edge_runtime.cache.pages import KVPages, kv_bytes_per_block
+from edge_runtime.model.spec import KVShape
+
+SMALL = KVShape(num_heads=1, key_width=4, value_width=4)
 
 
 def test_pages_have_the_kernels_layout():
-    pages = KVPages(5, num_kv_heads=2, head_width=8, first_layer=3, last_layer=5)
+    pages = KVPages(5, {3: KVShape(2, 8, 8), 4: KVShape(2, 8, 8)})
     for layer in (3, 4):
         assert pages.k(layer).shape == (5, 2, 8, 16) and pages.v(layer).shape == (5, 2, 16, 8)
         assert pages.k(layer).is_contiguous() and pages.v(layer).is_contiguous()
@@ -16,33 +19,49 @@ def test_pages_have_the_kernels_layout():
         assert not pages.k(layer).any() and not pages.v(layer).any()
 
 
-def test_layers_do_not_share_memory():
-    pages = KVPages(2, num_kv_heads=1, head_width=4, first_layer=0, last_layer=2)
+def test_layers_may_differ_in_heads_and_in_the_widths_of_keys_and_values():
+    pages = KVPages(3, {0: KVShape(2, 8, 8), 1: KVShape(1, 20, 16)})
+    assert pages.k(0).shape == (3, 2, 8, 16) and pages.v(0).shape == (3, 2, 16, 8)
+    assert pages.k(1).shape == (3, 1, 20, 16) and pages.v(1).shape == (3, 1, 16, 16)
+    assert pages.nbytes == sum(page(layer).nbytes for layer in (0, 1) for page in (pages.k, pages.v))
+
+
+def test_layers_do_not_share_memory_unless_they_are_to():
+    pages = KVPages(2, {0: SMALL, 1: SMALL, 2: SMALL._replace(shared_with=0)})
     pages.k(0).fill_(1)
     pages.v(1).fill_(1)
     assert not pages.k(1).any() and not pages.v(0).any()
+    assert pages.k(2).data_ptr() == pages.k(0).data_ptr()
+    assert pages.nbytes == KVPages(2, {0: SMALL, 1: SMALL}).nbytes
+
+
+def test_a_layer_whose_keys_are_in_another_stage_is_refused():
+    with pytest.raises(
+        ValueError, match=r"layer 4 uses keys and values of layer 2, .*a stage must hold both"
+    ):
+        KVPages(2, {3: SMALL, 4: SMALL._replace(shared_with=2)})
 
 
 def test_a_layer_of_another_stage_is_refused():
-    pages = KVPages(2, num_kv_heads=1, head_width=4, first_layer=3, last_layer=5)
+    pages = KVPages(2, {3: SMALL, 4: SMALL})
     for layer in (2, 5, -1):
         with pytest.raises(IndexError, match=rf"layer {layer} is not in \[3, 5\)"):
             pages.k(layer)
 
 
 def test_bytes_are_counted_as_planned():
-    pages = KVPages(7, num_kv_heads=2, head_width=32, first_layer=0, last_layer=6)
-    assert pages.nbytes == 7 * kv_bytes_per_block(6, 2, 32) == 7 * 2 * 6 * 2 * 32 * 16 * 4
+    shapes = dict.fromkeys(range(6), KVShape(2, 32, 32))
+    assert KVPages(7, shapes).nbytes == 7 * kv_bytes_per_block(shapes) == 7 * 2 * 6 * 2 * 32 * 16 * 4
 
 
 def test_all_memory_is_resident_at_once():
     before = psutil.Process().memory_info().rss
-    pages = KVPages(1024, num_kv_heads=2, head_width=32, first_layer=0, last_layer=8)
+    pages = KVPages(1024, dict.fromkeys(range(8), KVShape(2, 32, 32)))
     assert psutil.Process().memory_info().rss - before > 0.9 * pages.nbytes
 
 
 def test_nothing_to_hold_is_refused():
-    with pytest.raises(ValueError, match=r"no pages for 0 blocks of layers \[0, 1\)"):
-        KVPages(0, num_kv_heads=1, head_width=4, first_layer=0, last_layer=1)
-    with pytest.raises(ValueError, match=r"layers \[2, 2\)"):
-        KVPages(1, num_kv_heads=1, head_width=4, first_layer=2, last_layer=2)
+    with pytest.raises(ValueError, match="no pages for 0 blocks of 1 layers"):
+        KVPages(0, {0: SMALL})
+    with pytest.raises(ValueError, match="no pages for 1 blocks of 0 layers"):
+        KVPages(1, {})

@@ -32,14 +32,7 @@ def whole(request, tmp_path_factory) -> Whole:
 
 def runner_of(whole: Whole, first: int, last: int, port=None) -> Runner:
     spec = whole.checkpoint.spec
-    attention = spec.layers[0].attention
-    pages = KVPages(
-        NUM_BLOCKS,
-        num_kv_heads=attention.num_kv_heads,
-        head_width=attention.head_width,
-        first_layer=first,
-        last_layer=last,
-    )
+    pages = KVPages(NUM_BLOCKS, spec.kv_shapes(first, last))
     decoder = Decoder(spec, whole.trunk(first, last), pages, max_rows=64)
     return Runner(decoder, port or placed_experts(whole), RequestTable(3, 128), ManualClock())
 

@@ -48,7 +48,7 @@ def test_buffers_and_pages_take_the_bytes_that_were_planned(demo_model):
     assert (planned.num_layers, planned.experts_per_layer, planned.context_tokens) == (6, 32, 512)
     assert len(planned.experts()) == 192 and planned.head_is_tied
     trunk = load_trunk(checkpoint, spec, 2, 4, context_tokens=512)
-    pages = KVPages(5, num_kv_heads=2, head_width=64, first_layer=2, last_layer=4)
+    pages = KVPages(5, spec.kv_shapes(2, 4))
     assert pages.nbytes == 5 * 16 * sum(planned.kv_bytes_per_token[2:4])
     decoder = Decoder(spec, trunk, pages, max_rows=40)
     assert sum(buffer.nbytes for buffer in decoder._buffers.values()) == 40 * planned.row_workspace_bytes
@@ -82,14 +82,14 @@ def test_only_the_assigned_experts_are_read(demo_model, tmp_path):
     reads: list[str] = []
 
     class Watched(Checkpoint):
-        def read(self, names):
-            reads.extend(names)
-            return super().read(names)
+        def read(self, parts):
+            reads.extend(part.name for part in parts)
+            return super().read(parts)
 
     checkpoint = Watched.open(demo_model)
     store = load_experts(checkpoint, checkpoint.spec, wanted)
     assert list(store) == wanted
-    assert sorted(reads) == sorted(checkpoint.expert_names(wanted)) and len(reads) == 6
+    assert sorted(reads) == sorted(part.name for part in checkpoint.expert_names(wanted)) and len(reads) == 6
 
     reads.clear()
     load_trunk(checkpoint, checkpoint.spec, 2, 3, context_tokens=16)
@@ -108,7 +108,7 @@ def test_progress_counts_every_byte_and_ends_at_the_total(demo_model):
     calls.clear()
     load_trunk(checkpoint, spec, 0, 6, context_tokens=16, progress=lambda *call: calls.append(call))
     assert calls[-1][0] == calls[-1][1]
-    assert total + calls[-1][1] == sum(checkpoint.stored_bytes(name) for name in read_tensors(demo_model))
+    assert total + calls[-1][1] == sum(tensor.nbytes for tensor in read_tensors(demo_model).values())
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 7), (3, 3), (-1, 2), (4, 2)])

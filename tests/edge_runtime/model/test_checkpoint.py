@@ -53,9 +53,14 @@ def cut(path: Path, num_bytes: int) -> None:
 def test_shards_with_an_index_give_every_tensor_as_it_was_saved(folder):
     checkpoint = Checkpoint.open(folder)
     assert len(shards(folder)) == 2
-    for name, tensor in read_tensors(folder).items():
-        with checkpoint.read([name]) as (found,):
+    tensors = read_tensors(folder)
+    for part in checkpoint.table.all_parts():
+        if part.name == HEAD:
+            continue  # tied
+        with checkpoint.read([part]) as (found,):
+            tensor = tensors.pop(part.name)
             assert found.dtype == tensor.dtype and torch.equal(found, tensor)
+    assert not tensors
 
 
 def test_files_without_an_index_and_a_single_file_are_read_too(folder):

@@ -184,8 +184,8 @@ def test_a_sequence_reads_no_block_of_another_and_nothing_stale(checkpoint):
     sequences = Sequences(checkpoint, num_sequences=2)
     for decoder in sequences.decoders:
         for layer in decoder._layers.values():
-            layer.k_pages.fill_(torch.nan)
-            layer.v_pages.fill_(torch.nan)
+            for pages in layer.pages:
+                pages.fill_(torch.nan)
     assert torch.equal(sequences.whole(ids), expected)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from edge_runtime.model.gate import gate
+from edge_runtime.model.gate import GateWeights, gate
 from edge_runtime.model.spec import GateSpec
 from kernels import backends, ops
 
@@ -25,7 +25,8 @@ def backend(request) -> Iterator[None]:
 
 def choose(weight: torch.Tensor, x: torch.Tensor, **spec) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.empty(len(x), len(weight))
-    return gate(GateSpec(num_experts=len(weight), **spec), ops.pack_linear(weight), x, logits=logits)
+    weights = GateWeights(ops.pack_linear(weight))
+    return gate(GateSpec(num_experts=len(weight), **spec), weights, x, logits=logits)
 
 
 @pytest.fixture
