@@ -2,12 +2,14 @@
 
     frame 0   magic "EDGE" | u16 version | u32 crc32 of what follows | header (MessagePack)
     header    [tag, call id, epoch, seconds left or nil, [[dtype, shape], ...], body]   body: a packed map of fields
+              on an emulated link followed by ["link", release, source]: readers ignore what they do not know
     frame 1.. one per tensor, raw, little endian, C order
 
 Bytes from outside are never trusted: every length is checked before anything of that length is made, and whatever is
 wrong is a `BadMessage` of one sentence. Nothing here knows sockets, peers or what a message is for.
 """
 
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -30,6 +32,8 @@ MAX_HEADER_BYTES = MAX_BODY_BYTES + 1024
 
 _PREFIX = struct.Struct("<4sHI")
 _PREFIX_BYTES = _PREFIX.size
+_ARRAY_OF_6 = 0x96  # MessagePack's first byte of a list of six
+_STAMP = "link"
 _SAFE_BODY_BYTES = 512  # so short that false lengths inside it cannot cost memory
 
 _DTYPES: dict[str, numpy.dtype[Any]] = {
@@ -83,6 +87,13 @@ class VersionMismatch(BadMessage):
         self.found = found
 
 
+class Stamp(NamedTuple):
+    """On an emulated link: when the message may be seen, in the clock shared by one machine's processes, and of whom."""
+
+    release_s: float
+    source: str
+
+
 class Envelope(NamedTuple):
     """A message and what travels with it.
 
@@ -90,6 +101,7 @@ class Envelope(NamedTuple):
     epoch    of the placement the sender works with
     ttl_s    seconds the sender will still wait, None for ever; a length, since clocks differ between machines
     tensors  arrays over the frames' own memory (bfloat16 as uint16), in the order of the message's `tensors`
+    stamp    of an emulated link, None without one
     """
 
     message: Message
@@ -97,6 +109,7 @@ class Envelope(NamedTuple):
     epoch: int = 0
     ttl_s: float | None = None
     tensors: tuple[Array, ...] = ()
+    stamp: Stamp | None = None
 
 
 def encode(
@@ -154,6 +167,14 @@ def _encode(
     return frames
 
 
+def stamped(frames: Sequence[Frame], stamp: Stamp) -> list[Frame]:
+    """Frames of a message as `encode` made them, with a stamp."""
+    header = memoryview(frames[0])[_PREFIX_BYTES:]
+    assert header[0] == _ARRAY_OF_6, "the message has a stamp already"
+    longer = bytes((_ARRAY_OF_6 + 1,)) + header[1:] + msgpack.packb((_STAMP, stamp.release_s, stamp.source))
+    return [_PREFIX.pack(MAGIC, PROTOCOL_VERSION, zlib.crc32(longer)) + longer, *frames[1:]]
+
+
 def decode(frames: Sequence[Frame]) -> Envelope:
     """The message in `frames`; BadMessage for anything else, VersionMismatch for another version of ours."""
     if not 1 <= len(frames) <= 1 + MAX_TENSORS:
@@ -166,7 +187,7 @@ def decode(frames: Sequence[Frame]) -> Envelope:
 
 def _decode(frames: Sequence[Frame]) -> Envelope:
     """The plain version of `decode`, for every message."""
-    tag, call_id, epoch, ttl_s, described, body = _open_header(memoryview(frames[0]))
+    tag, call_id, epoch, ttl_s, described, body, *more = _open_header(memoryview(frames[0]))
     wire = _WIRES.get(tag)
     if wire is None:
         raise BadMessage("type", f"unknown message type {tag!r}; is the other side newer?")
@@ -186,7 +207,7 @@ def _decode(frames: Sequence[Frame]) -> Envelope:
         message = msgspec.convert(_unpack_body(tag, body), wire.cls)
     except msgspec.ValidationError as error:
         raise BadMessage("body", f"{tag} is not as expected: {error}") from error
-    return Envelope(message, call_id, epoch, ttl_s, tuple(arrays))
+    return Envelope(message, call_id, epoch, ttl_s, tuple(arrays), _open_stamp(more[0]) if more else None)
 
 
 def _open_header(frame: memoryview) -> list[Any]:
@@ -211,7 +232,7 @@ def _open_header(frame: memoryview) -> list[Any]:
         raise BadMessage("header", f"the header is not the MessagePack expected: {error}") from error
     if type(header) is not list or len(header) < 6:
         raise BadMessage("header", "the header is not a list of at least 6 values")
-    tag, call_id, epoch, ttl_s, described, body = header = header[:6]
+    tag, call_id, epoch, ttl_s, described, body = header[:6]
     if (
         type(tag) is not str
         or type(call_id) is not int
@@ -227,6 +248,14 @@ def _open_header(frame: memoryview) -> list[Any]:
             "header", f"the time left is {ttl_s!r}, expected 0 to {MAX_TTL_S} seconds or nothing"
         )
     return header
+
+
+def _open_stamp(found: Any) -> Stamp | None:
+    """A stamp, or nothing for whatever else a newer writer may have put there."""
+    match found:
+        case [tag, float(release_s), str(source)] if tag == _STAMP and math.isfinite(release_s):
+            return Stamp(release_s, source)
+    return None
 
 
 def _open_tensor(wire: _Wire, index: int, described: Any, frame: Frame) -> Array:

@@ -384,6 +384,36 @@ class StatusReply(Message, frozen=True):
     body: dict[str, Any]
 
 
+class ShapeLink(Message, frozen=True):
+    """Change one direction of an emulated link; what is None stays. Answered by LinkShaped, by processes that shape.
+
+    cut_s  nothing passes for so long; 0: until it is reset
+    reset  first make the link what it was at the start
+    """
+
+    source: Name
+    target: Name
+    delay_s: Seconds | None = None
+    jitter_s: Seconds | None = None
+    rate_bps: Annotated[float, Meta(gt=0)] | None = None
+    loss: Annotated[float, Meta(ge=0, lt=1)] | None = None
+    cut_s: Seconds | None = None
+    reset: bool = False
+
+
+class LinkShaped(Message, frozen=True):
+    """What one direction of a link is like now. rate_bps None: no limit; cut_s None: until it is reset."""
+
+    source: Name
+    target: Name
+    delay_s: Seconds = 0.0
+    jitter_s: Seconds = 0.0
+    rate_bps: Annotated[float, Meta(gt=0)] | None = None
+    loss: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    is_cut: bool = False
+    cut_s: Seconds | None = None
+
+
 class Stop(Message, frozen=True):
     """Refuse new work, finish what runs, then end. Answered by Stopping."""
 

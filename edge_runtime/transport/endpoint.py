@@ -1,7 +1,8 @@
-"""Servers and channels over ZeroMQ. With `keys.py` the only module that touches ZeroMQ; its errors end here.
+"""Servers and channels over ZeroMQ, whose errors end here; `keys.py` and `shaping.py` alone touch it besides.
 
 Plain blocking sockets with a deadline on every wait. A socket belongs to the thread that uses it; only `Waker.wake` may
-be called from another. Nothing here knows what a message is.
+be called from another. Nothing here knows what a message is for. With shaped links what comes is kept until its time,
+while other peers' messages pass.
 """
 
 import contextlib
@@ -17,9 +18,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from edge_runtime.clock import Clock
 from edge_runtime.errors import ConfigError
-from edge_runtime.protocol import MAX_FRAME_BYTES, MAX_TENSORS, Frame
+from edge_runtime.protocol import MAX_FRAME_BYTES, MAX_TENSORS, Envelope, Frame, ShapeLink, decode
+from edge_runtime.transport import shaping as shapings
 from edge_runtime.transport.interface import HIGH_WATER, AnyChannel, AnyServer, Sent, next_call_id
 from edge_runtime.transport.keys import Doorkeeper, Keys, require_keys_for
+from edge_runtime.transport.shaper import Held
+from edge_runtime.transport.shaping import Shaping, wait_readable
 
 __all__ = ["HIGH_WATER", "Channel", "Sent", "Server", "Waker", "next_call_id", "wait_any"]
 
@@ -29,6 +33,7 @@ _ZERO_COPY_BYTES = (
 _HANDSHAKE_MS = 5000
 _PING_MS, _PING_TIMEOUT_MS = 2000, 6000  # finds links that were cut without a word
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
+_MAX_NAMES = 1024  # connections remembered with the name of their shaped link
 _LAST, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -44,6 +49,9 @@ class Pollable(Protocol):
     def notice(self) -> None:
         """Take in what the transport itself wants to know, so that it does not end the next wait as well."""
 
+    def due_in_s(self) -> float:
+        """Seconds until there is something to do without anything coming, infinity if there is nothing."""
+
 
 def wait_any(sources: Sequence[Pollable], timeout_s: float) -> list[Pollable]:
     """Sleep until one of `sources` has something to tell, `timeout_s` at most; the ones that have, in order.
@@ -56,8 +64,9 @@ def wait_any(sources: Sequence[Pollable], timeout_s: float) -> list[Pollable]:
         for pollable in source.pollables():
             poller.register(pollable, zmq.POLLIN)
             owner[pollable] = source
+    timeout_s = min(timeout_s, *(source.due_in_s() for source in sources))
     ready = {id(owner[pollable]) for pollable, _ in poller.poll(_ms(timeout_s))}
-    told = [source for source in sources if id(source) in ready]
+    told = [source for source in sources if id(source) in ready or source.due_in_s() <= 0]
     for source in told:
         source.notice()
     return told
@@ -86,6 +95,9 @@ class Waker:
     def notice(self) -> None:
         pass
 
+    def due_in_s(self) -> float:
+        return math.inf
+
     def close(self) -> None:
         os.close(self._reader)
         os.close(self._writer)
@@ -106,12 +118,18 @@ class Server(AnyServer):
         high_water: int = HIGH_WATER,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         clock: Clock | None = None,
+        shaping: Shaping | None = None,
     ) -> None:
-        """address: "host:port". ConfigError if it cannot be had, or is open to other machines without keys."""
+        """address: "host:port". ConfigError if it cannot be had, or is open to other machines without keys.
+
+        shaping: of its links; default: that of this process, which mostly has none.
+        """
         super().__init__(clock)
         host, port = split_address(address)
         require_keys_for(address, keys)
         self.key_owner = ""
+        shaping = shaping or shapings.of_process()
+        self._shaped = _ShapedPeers(shaping) if shaping else None
         self._timeout_ms = -1
         self._context = (
             zmq.Context() if keys else zmq.Context.instance()
@@ -145,6 +163,11 @@ class Server(AnyServer):
         return peer.bytes, frames
 
     def _give(self, peer: bytes, frames: list[Frame], zero_copy: bool) -> Sent:
+        if self._shaped is not None:
+            stamped = self._shaped.stamp(peer, frames)
+            if isinstance(stamped, Sent):
+                return stamped
+            frames = stamped
         try:
             _write_frames(self._socket, [peer, *frames], zero_copy)
         except zmq.Again:
@@ -155,17 +178,74 @@ class Server(AnyServer):
             return Sent.UNREACHABLE
         return Sent.OK
 
+    def receive(self, timeout_s: float) -> tuple[bytes, Envelope] | None:
+        if self._shaped is None:
+            return super().receive(timeout_s)
+        return self._receive_shaped(self._shaped, timeout_s)
+
+    def _receive_shaped(self, shaped: "_ShapedPeers", timeout_s: float) -> tuple[bytes, Envelope] | None:
+        """What has come is looked through for what may be seen now; a message that must wait holds up no other peer."""
+        deadline_s = self.clock.now() + timeout_s
+        while True:
+            now = self.clock.now()
+            held = shaped.held.take(now)
+            if held is not None:
+                peer, envelope, self.key_owner = held
+                return peer, envelope
+            received = super().receive(0)
+            if received is None:
+                if now >= deadline_s:
+                    return None
+                wait_readable(self._socket, min(deadline_s, shaped.held.due_s(now)) - now)
+                continue
+            peer, envelope = received
+            if isinstance(envelope.message, ShapeLink):
+                self.send(peer, shaped.shaping.change(envelope.message), call_id=envelope.call_id)
+            elif envelope.stamp is None:
+                return received
+            elif not shaped.keep(peer, envelope, self.key_owner, now):
+                self.counters["bad_stamp"] += 1
+
     def pollables(self) -> tuple[Any, ...]:
         return (self._socket,)
 
     def notice(self) -> None:
         pass
 
+    def due_in_s(self) -> float:
+        if self._shaped is None:
+            return math.inf
+        now = self.clock.now()
+        return self._shaped.held.due_s(now) - now
+
     def close(self) -> None:
         self._socket.close(linger=0)
         if self._doorkeeper:
             self._doorkeeper.close()
             self._context.term()
+
+
+class _ShapedPeers:
+    """A server's peers on shaped links: who they are, as their stamps say, and what they sent too early."""
+
+    def __init__(self, shaping: Shaping) -> None:
+        self.shaping = shaping
+        self.held: Held[tuple[bytes, Envelope, str]] = Held(shaping.link_from)
+        self._names: dict[bytes, tuple[str, float]] = {}  # by connection: name and when it was first heard
+
+    def keep(self, peer: bytes, envelope: Envelope, key_owner: str, now: float) -> bool:
+        assert envelope.stamp is not None, "only a stamped message waits"
+        release_s, name = envelope.stamp
+        if peer not in self._names:
+            while len(self._names) >= _MAX_NAMES:
+                del self._names[next(iter(self._names))]
+            self._names[peer] = (name, now)
+        return self.held.put(peer, name, release_s, now, (peer, envelope, key_owner))
+
+    def stamp(self, peer: bytes, frames: list[Frame]) -> list[Frame] | Sent:
+        """The frames to send to a peer; as they are to one that does not shape."""
+        known = self._names.get(peer)
+        return self.shaping.stamp(*known, frames) if known else frames
 
 
 class Channel(AnyChannel):
@@ -181,9 +261,14 @@ class Channel(AnyChannel):
         high_water: int = HIGH_WATER,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         clock: Clock | None = None,
+        shaping: Shaping | None = None,
     ) -> None:
-        """name: of the peer, for errors and to find its key in `keys` if no `server_key` is given."""
+        """name: of the peer, for errors, its link, and to find its key in `keys` if no `server_key` is given.
+
+        shaping: of its link; default: that of this process, which mostly has none.
+        """
         super().__init__(address, name, clock)
+        self._shaping = shaping or shapings.of_process()
         self._host, self._port = split_address(address)
         require_keys_for(address, keys)
         self._keys = keys
@@ -196,6 +281,8 @@ class Channel(AnyChannel):
         self._is_up = self._was_lost = self._was_rejected = False
         self._timeout_ms = -1
         self.last_heard_s = None
+        self._opened_s = self.clock.now()
+        self._held: Held[Envelope] | None = Held(self._shaping.link_from) if self._shaping else None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         _set_common_options(self._socket, self.address, self._high_water, self._max_frame_bytes)
         self._socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is not there
@@ -217,6 +304,11 @@ class Channel(AnyChannel):
             ) from error
 
     def send_frames(self, frames: Sequence[Frame], *, zero_copy: bool = False) -> Sent:
+        if self._shaping is not None:
+            stamped = self._shaping.stamp(self.name, self._opened_s, frames)
+            if isinstance(stamped, Sent):
+                return stamped
+            frames = stamped
         try:
             _write_frames(self._socket, frames, zero_copy)
         except zmq.Again:
@@ -234,7 +326,35 @@ class Channel(AnyChannel):
             return None
         return [first.buffer, *rest]
 
+    def receive(self, timeout_s: float) -> Envelope | None:
+        if self._held is None:
+            return super().receive(timeout_s)
+        deadline_s = self.clock.now() + timeout_s
+        while True:
+            now = self.clock.now()
+            envelope = self._held.take(now)
+            if envelope is None:
+                frames = self._take(0)
+                if frames is None:
+                    if now >= deadline_s:
+                        return None
+                    wait_readable(self._socket, min(deadline_s, self._held.due_s(now)) - now)
+                    continue
+                envelope = decode(frames)
+                if envelope.stamp is not None:
+                    self._held.put(self.name, self.name, envelope.stamp.release_s, now, envelope)
+                    continue
+            self.last_heard_s = now
+            return envelope
+
+    def _is_cut_off(self, *how: str) -> bool:
+        """Whether its shaped link makes the connection one of "down" and "lost"."""
+        return self._shaping is not None and self._shaping.connection(self.name, self._opened_s) in how
+
     def wait_until_up(self, timeout_s: float) -> bool:
+        if self._is_cut_off("down", "lost"):
+            self.clock.sleep(timeout_s)
+            return False
         if not self._socket.poll(_ms(timeout_s), zmq.POLLOUT):
             return False
         self._is_up = True  # the monitor may say so a little later
@@ -242,14 +362,16 @@ class Channel(AnyChannel):
 
     def is_up(self) -> bool:
         self._read_events()
-        return self._is_up
+        return self._is_up and not self._is_cut_off("down", "lost")
 
     def is_lost(self) -> bool:
         self._read_events()
-        return self._was_lost
+        return self._was_lost or self._is_cut_off("lost")
 
     def why_unreachable(self) -> str:
         self._read_events()
+        if self._is_cut_off("down", "lost"):
+            return "its emulated link is cut"
         if self._was_rejected and self._keys is None:
             return "it wants keys and there are none here; name the folder of the cluster's keys"
         if self._was_rejected:
@@ -269,6 +391,12 @@ class Channel(AnyChannel):
 
     def notice(self) -> None:
         self._read_events()
+
+    def due_in_s(self) -> float:
+        if self._held is None:
+            return math.inf
+        now = self.clock.now()
+        return self._held.due_s(now) - now
 
     def close(self) -> None:
         if self._socket.closed:

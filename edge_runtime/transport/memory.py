@@ -1,14 +1,16 @@
 """Servers and channels within one process and thread, over links that delay, lose, reorder and break on demand.
 
-Everything goes through the same bytes as on sockets. Time is the clock that is passed in: a wait lets the clock sleep
-until the next message is due, so with a `ManualClock` nothing waits really, and a seed makes every run the same.
+Everything goes through the same bytes as on sockets, and over the links of `shaper.py`, here as datagrams: jitter
+reorders and losses are final, which is worse than any connection. Time is the clock that is passed in: a wait lets the
+clock sleep until the next message is due, so with a `ManualClock` nothing waits really, and a seed makes every run the
+same.
 """
 
 import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -16,21 +18,7 @@ from edge_runtime.clock import Clock
 from edge_runtime.errors import ConfigError
 from edge_runtime.protocol import Envelope, Frame
 from edge_runtime.transport.interface import HIGH_WATER, AnyChannel, AnyServer, Sent
-
-
-@dataclass(frozen=True)
-class Link:
-    """How messages to and from one address fare.
-
-    delay_s   one way; jitter_s is added to it at random, which reorders
-    loss      probability that a message vanishes
-    is_cut    nothing passes, and connections are down
-    """
-
-    delay_s: float = 0.0
-    jitter_s: float = 0.0
-    loss: float = 0.0
-    is_cut: bool = False
+from edge_runtime.transport.shaper import Link, LinkState
 
 
 class MemoryNetwork:
@@ -41,7 +29,7 @@ class MemoryNetwork:
         self.num_lost = 0
         self._random = random.Random(seed)
         self._default = link or Link()
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, tuple[LinkState, LinkState]] = {}  # by address: to it, from it
         self._servers: dict[str, MemoryServer] = {}
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -55,13 +43,23 @@ class MemoryNetwork:
     def channel(self, address: str, *, name: str = "", high_water: int = HIGH_WATER) -> "MemoryChannel":
         return MemoryChannel(self, address, name, high_water)
 
-    def link(self, address: str) -> Link:
-        return self._links.get(address, self._default)
+    def links(self, address: str) -> tuple[LinkState, LinkState]:
+        """The link to an address and the one back."""
+        if address not in self._links:
+            make = lambda: LinkState(self._default, self._random, is_stream=False)  # noqa: E731
+            self._links[address] = (make(), make())
+        return self._links[address]
 
-    def shape(self, address: str, **changes: Any) -> None:
-        """Change fields of the link to `address`. Cutting it ends its connections, and loses what is on its way."""
-        self._links[address] = replace(self.link(address), **changes)
-        if self._links[address].is_cut and address in self._servers:
+    def is_cut(self, address: str) -> bool:
+        return any(link.is_cut(self.clock.now()) for link in self.links(address))
+
+    def shape(self, address: str, *, is_cut: bool | None = None, **changes: Any) -> None:
+        """Change fields of both links of `address`. Cutting them ends its connections, and loses what is on its way."""
+        for link in self.links(address):
+            link.link = replace(link.link, **changes)
+            if is_cut is not None:
+                (link.cut if is_cut else link.heal)(self.clock.now())
+        if is_cut and address in self._servers:
             self._servers[address].drop_peers()
 
     def next_due_s(self) -> float | None:
@@ -73,15 +71,17 @@ class MemoryNetwork:
         while self._due and self._due[0][0] <= self.clock.now():
             heapq.heappop(self._due)[2]()
 
-    def carry(self, address: str, arrive: Callable[[], None], vanish: Callable[[], None]) -> None:
-        """Put one message on the link of `address`: one of the two is called, `vanish` at once."""
-        link = self.link(address)
-        if self._random.random() < link.loss:
+    def carry(
+        self, link: LinkState, frames: Sequence[Frame], arrive: Callable[[], None], vanish: Callable[[], None]
+    ) -> None:
+        """Put one message on a link: one of the two is called, `vanish` at once."""
+        num_bytes = sum(memoryview(frame).nbytes for frame in frames)
+        due_s = link.release_time(self.clock.now(), num_bytes)
+        if due_s is None:
             self.num_lost += 1
             vanish()
-            return
-        due_s = self.clock.now() + link.delay_s + self._random.random() * link.jitter_s
-        heapq.heappush(self._due, (due_s, next(self._order), arrive))
+        else:
+            heapq.heappush(self._due, (due_s, next(self._order), arrive))
 
     def wait_for(self, inbox: deque[Any], timeout_s: float) -> bool:
         """Let time pass until `inbox` holds something, `timeout_s` at most."""
@@ -96,7 +96,7 @@ class MemoryNetwork:
 
     def connect(self, channel: "MemoryChannel") -> "MemoryServer | None":
         server = self._servers.get(channel.address)
-        if server is None or self.link(channel.address).is_cut:
+        if server is None or self.is_cut(channel.address):
             return None
         server.peers[channel.id] = channel
         return server
@@ -139,8 +139,9 @@ class MemoryServer(AnyServer):
             return Sent.FULL
         copies = _copied(frames)
         channel.unread_here += 1
+        back = self._network.links(self.address)[1]
         self._network.carry(
-            self.address, lambda: channel.arrive(peer, copies), lambda: channel.vanished(peer)
+            back, copies, lambda: channel.arrive(peer, copies), lambda: channel.vanished(peer)
         )
         return Sent.OK
 
@@ -187,7 +188,7 @@ class MemoryChannel(AnyChannel):
         def vanish() -> None:
             self.unread_there -= 1
 
-        self._network.carry(self.address, arrive, vanish)
+        self._network.carry(self._network.links(self.address)[0], copies, arrive, vanish)
         return Sent.OK
 
     def _take(self, timeout_s: float) -> list[Any] | None:
@@ -222,9 +223,7 @@ class MemoryChannel(AnyChannel):
         return self._was_lost
 
     def why_unreachable(self) -> str:
-        return (
-            "its link is cut" if self._network.link(self.address).is_cut else "nobody listens at that address"
-        )
+        return "its link is cut" if self._network.is_cut(self.address) else "nobody listens at that address"
 
     def reconnect(self) -> None:
         self.close()

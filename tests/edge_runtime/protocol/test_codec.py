@@ -22,10 +22,12 @@ from edge_runtime.protocol import (
     Generate,
     Hello,
     Share,
+    Stamp,
     Stop,
     VersionMismatch,
     decode,
     encode,
+    stamped,
 )
 from edge_runtime.protocol.codec import MAGIC
 from tests.support.messages import expert_call, expert_reply, messages
@@ -175,6 +177,38 @@ def test_an_unknown_type_is_named():
 def test_fields_and_header_values_of_a_newer_writer_are_ignored():
     newer = sealed(["stop", 1, 1, None, [], msgpack.packb({"reason": "x", "how": {"soon": 1}}), "more", 5])
     assert decode([newer]).message == Stop("x")
+
+
+@given(messages(), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=16))
+def test_a_stamp_travels_with_any_message_and_changes_nothing_else(pair, release_s, source):
+    message, tensors = pair
+    frames = encode(message, call_id=3, epoch=2, ttl_s=0.5, tensors=tensors)
+    envelope = decode(as_bytes(stamped(frames, Stamp(release_s, source))))
+    assert envelope.stamp == Stamp(release_s, source)
+    plain = decode(as_bytes(frames))
+    assert plain.stamp is None
+    assert envelope[:4] == plain[:4]
+    assert [a.tobytes() for a in envelope.tensors] == [a.tobytes() for a in plain.tensors]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "link",
+        ["link"],
+        ["link", "soon", "n1"],
+        ["link", 1, "n1"],
+        ["link", float("nan"), "n1"],
+        ["link", float("inf"), "n1"],
+        ["link", 1.0, None],
+        ["link", 1.0, "n1", 2],
+        ["other", 1.0, "n1"],
+        None,
+    ],
+)
+def test_what_is_no_stamp_is_ignored(more):
+    envelope = decode([sealed(["stop", 1, 1, None, [], msgpack.packb({}), more])])
+    assert (envelope.message, envelope.stamp) == (Stop(), None)
 
 
 def test_a_missing_field_takes_its_default_and_a_missing_name_is_refused():

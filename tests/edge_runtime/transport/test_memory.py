@@ -2,9 +2,10 @@ import pytest
 
 from edge_runtime.clock import ManualClock
 from edge_runtime.errors import ConfigError, DeadlinePassed, PeerLost
-from edge_runtime.protocol import Hello, StatusQuery, Stop, Welcome
+from edge_runtime.protocol import Hello, StatusQuery, Stop, Welcome, encode
 from edge_runtime.transport.interface import Sent
-from edge_runtime.transport.memory import Link, MemoryNetwork
+from edge_runtime.transport.memory import MemoryNetwork
+from edge_runtime.transport.shaper import Link
 
 
 @pytest.fixture
@@ -134,3 +135,14 @@ def test_a_server_that_closes_loses_its_peers(network):
     server, channel = network.server("n1"), network.channel("n1")
     server.close()
     assert channel.is_lost()
+
+
+def test_messages_wait_for_one_another_where_the_link_is_slow(network, clock):
+    network.shape("n1", delay_s=0.5, rate_bps=8000.0)
+    server, channel = network.server("n1"), network.channel("n1")
+    num_bytes = sum(len(frame) for frame in encode(Stop("x" * 900)))
+    for _ in range(3):
+        channel.send(Stop("x" * 900))
+    for turn in range(3):
+        assert server.receive(10.0)
+        assert clock.now() == pytest.approx(0.5 + (turn + 1) * num_bytes / 1000)
