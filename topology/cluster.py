@@ -9,11 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from topology.errors import UnknownNode
+from topology.ids import ExpertId
 
 PREFILL, DECODE, EXPERTS = "prefill", "decode", "experts"
 ROLES = (PREFILL, DECODE, EXPERTS)
 DEVICES = ("cpu",)
 WEIGHT_FORMATS = ("as_stored", "bfloat16", "float16", "float32")
+PLANS = ("home", "solo", "stages", "auto")
+"""How requests may live: every decode node a home of all layers with remote experts; one that holds everything; layers
+split over several homes; or whatever is predicted to be fastest."""
 
 MIB = 2**20
 
@@ -71,6 +75,14 @@ class Link:
     """Bits per second."""
 
 
+@dataclass(frozen=True)
+class Pin:
+    """An expert that a person wants on a node. Copies elsewhere are still allowed."""
+
+    expert: ExpertId
+    node: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """A whole topology file."""
@@ -87,6 +99,10 @@ class Cluster:
     default_link: Link = Link("*", "*")
     memory_ratio: float = 2.0
     """Most copies of experts in the whole cluster, per distinct expert; 1.0 allows no replicas."""
+    plan: str = "home"
+    """Of `PLANS`: what the planner may choose from."""
+    pins: tuple[Pin, ...] = ()
+    """Experts that have to be on certain nodes, in the order of the file."""
     keys: str | None = None
     """Folder of CURVE keys; None only where every address is loopback."""
     process_reserve_bytes: int = 350 * MIB

@@ -45,6 +45,12 @@ class ModelFootprint:
     """Buffers of a step on a trunk node, per request: logits and sampling."""
     expert_row_workspace_bytes: int = 0
     """Buffers of an expert host for its peers' calls, per token row: rows in, all routed outputs."""
+    width: int = 0
+    """D, numbers in a row that travels. 0 if not known: then no time can be predicted."""
+    top_k: int = 0
+    """K, experts that a token is routed to in each MoE layer. 0 if not known: then no time can be predicted."""
+    weight_item_bytes: float = 2.0
+    """Bytes of one weight in the checkpoint: turns bytes into operations."""
 
     def experts(self) -> list[ExpertId]:
         """Every routed expert, by layer and index."""

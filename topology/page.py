@@ -13,8 +13,8 @@ from topology.errors import ClusterFileError, Fault
 from topology.readers import Reader
 from topology.toml_lines import Path, find_lines
 
-TABLES = ("cluster", "default_node", "node", "default_link", "link")
-ARRAYS = ("node", "link")  # written [[node]], once for each
+TABLES = ("cluster", "default_node", "node", "default_link", "link", "pin")
+ARRAYS = ("node", "link", "pin")  # written [[node]], once for each
 
 Values = dict[str, Any]  # field of a dataclass -> value
 

@@ -6,8 +6,9 @@ Knows no disk: whether a folder is there is asked through two functions that `fi
 from collections.abc import Callable
 
 from topology import readers, units
-from topology.cluster import DECODE, EXPERTS, ROLES, Cluster, Link, Node, did_you_mean, is_loopback
+from topology.cluster import DECODE, EXPERTS, ROLES, Cluster, Link, Node, Pin, did_you_mean, is_loopback
 from topology.errors import ClusterFileError
+from topology.ids import ExpertId
 from topology.page import Key, Page, Values
 from topology.toml_lines import Path
 
@@ -22,6 +23,7 @@ _CLUSTER_KEYS = {
     "model": Key("model", readers.read_text),
     "coordinator": Key("coordinator", readers.read_address),
     "memory_ratio": Key("memory_ratio", readers.read_memory_ratio),
+    "plan": Key("plan", readers.read_plan),
     "keys": Key("keys", readers.read_text),
     "process_reserve": Key("process_reserve_bytes", _SIZE),
     "kv_tokens": Key("kv_tokens", readers.read_count),
@@ -48,6 +50,12 @@ _NODE_KEYS = {
 }
 _DEFAULT_LINK_KEYS = {"rtt": Key("rtt_s", _DURATION), "bandwidth": Key("bandwidth_bps", _RATE)}
 _LINK_KEYS = {"between": Key("between", readers.read_pair), **_DEFAULT_LINK_KEYS}
+_PIN_KEYS = {
+    "expert": Key("expert", readers.read_expert),
+    "layer": Key("layer", readers.read_position),
+    "index": Key("index", readers.read_position),
+    "node": Key("node", readers.read_text),
+}
 
 
 def parse_cluster(
@@ -73,10 +81,12 @@ def parse_cluster(
     nodes = [{**default_node, **node} for node in page.read_tables("node", _NODE_KEYS)]
     default_link = page.read_table("default_link", _DEFAULT_LINK_KEYS)
     links = page.read_tables("link", _LINK_KEYS)
+    pins = page.read_tables("pin", _PIN_KEYS)
 
     _check_cluster(page, cluster)
     _check_nodes(page, cluster, nodes)
     _check_links(page, nodes, links)
+    _check_pins(page, nodes, pins)
     if page.faults:
         raise ClusterFileError(source, page.faults)
 
@@ -86,6 +96,7 @@ def parse_cluster(
         nodes=tuple(Node(**node) for node in nodes),
         default_link=link_default,
         links=tuple(_link(link, link_default) for link in links),
+        pins=tuple(Pin(expert, pin["node"]) for pin in pins if (expert := _pinned(pin))),
         source=source,
     )
 
@@ -158,6 +169,39 @@ def _check_links(page: Page, nodes: list[Values], links: list[Values]) -> None:
         if "between" in link:
             pairs.append((path, " and ".join(sorted(link["between"]))))
     _refuse_twice(page, pairs, "link between")
+
+
+def _check_pins(page: Page, nodes: list[Values], pins: list[Values]) -> None:
+    """An expert by name or by layer and index, on a node that there is and that may hold experts, once."""
+    by_name = {node["name"]: node for node in nodes if "name" in node}
+    taken: list[tuple[Path, str | None]] = []
+    for index, pin in enumerate(pins):
+        path: Path = ("pin", index)
+        page.require(path, "node", example='node = "desk"')
+        name = pin.get("node")
+        if name is not None and by_name and name not in by_name:
+            known = ", ".join(by_name)
+            page.fault(
+                (*path, "node"), f'no node is called "{name}"{did_you_mean(name, by_name)}; there are {known}'
+            )
+        elif name is not None and EXPERTS not in by_name.get(name, {}).get("roles", {EXPERTS}):
+            page.fault(
+                (*path, "node"), f'{name} does not have the role "{EXPERTS}", so it can hold no expert'
+            )
+        written = page.document["pin"][index]
+        if "expert" in written and ("layer" in written or "index" in written):
+            page.fault((*path, "expert"), "write either expert, or layer and index")
+        elif "expert" not in written and not {"layer", "index"} <= set(written):
+            page.fault(path, 'which expert is missing; write expert = "3.17", or layer = 3 and index = 17')
+        pinned = _pinned(pin)
+        taken.append((path, f"{pinned.layer}.{pinned.index} on {name}" if pinned and name else None))
+    _refuse_twice(page, taken, "pin of expert")
+
+
+def _pinned(pin: Values) -> ExpertId | None:
+    if "expert" in pin:
+        return pin["expert"]
+    return ExpertId(pin["layer"], pin["index"]) if {"layer", "index"} <= set(pin) else None
 
 
 def _refuse_twice(page: Page, entries: list[tuple[Path, str | None]], what: str) -> None:

@@ -7,12 +7,14 @@ import math
 import re
 from collections.abc import Callable
 
-from topology.cluster import DEVICES, ROLES, WEIGHT_FORMATS, did_you_mean
+from topology.cluster import DEVICES, PLANS, ROLES, WEIGHT_FORMATS, did_you_mean
+from topology.ids import ExpertId
 
 Reader = Callable[[object], object]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]+)")
+_EXPERT = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})")
 _EVERYWHERE = ("0.0.0.0", "[::]", "*")
 _SHORT_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 RESERVED_NAMES = ("coordinator", "gateway", "client")
@@ -72,6 +74,7 @@ def read_one_of(what: str, allowed: tuple[str, ...]) -> Callable[[object], str]:
 
 
 read_device = read_one_of("device", DEVICES)
+read_plan = read_one_of("plan", PLANS)
 
 
 def read_weight_format(value: object) -> str:
@@ -102,6 +105,23 @@ def read_count(value: object) -> int:
     if value < 1:
         raise ValueError(f"expected a whole number from 1 on, found {value}")
     return value
+
+
+def read_position(value: object) -> int:
+    """A whole number from 0 on: layers and experts are counted from 0."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"expected a whole number from 0 on, found {_kind(value)}")
+    if value < 0:
+        raise ValueError(f"expected a whole number from 0 on, found {value}")
+    return value
+
+
+def read_expert(value: object) -> ExpertId:
+    """`"3.17"`: expert 17 of layer 3, both counted from 0."""
+    match = _EXPERT.fullmatch(value) if isinstance(value, str) else None
+    if not match:
+        raise ValueError(f'expected layer and index in quotes, as in "3.17", found {_kind(value)}')
+    return ExpertId(int(match[1]), int(match[2]))
 
 
 def read_memory_ratio(value: object) -> float:

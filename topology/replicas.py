@@ -19,19 +19,19 @@ def add_replicas(
 ) -> int:
     """Put up to `max_replicas` more copies on the shelves, never two of an expert on one; say how many there were.
 
-    shelves  hold exactly one copy of each expert
+    shelves  hold at least one copy of each expert
     demand   tokens that each expert receives, in any unit; None if all are alike
 
     Every expert gets a second copy before any gets a third, so that the loss of a node loses as few experts as
     can be; beyond that the next copy goes to whoever has the most demand per copy, and among equals to the
-    one that the fewest homes have. A copy goes to a home rather than to a mere host, since it saves the home a
-    round trip, and there to the emptiest.
+    one that the fewest homes have. A copy goes to a home of its layer rather than to a mere host, since it saves the
+    home a round trip, and there to the one with the least burden: emptiest, weighed by speed.
     """
-    copies = dict.fromkeys(experts, 1)
+    copies = {expert: sum(expert in shelf.experts for shelf in shelves) for expert in experts}
 
     def turn(expert: ExpertId) -> tuple[bool, float, int, int, int]:
         wanted = demand.get(expert, 0.0) if demand is not None else 1.0
-        num_homes = sum(shelf.is_home and expert in shelf.experts for shelf in shelves)
+        num_homes = sum(expert in shelf.experts for shelf in shelves if shelf.is_home_of(expert))
         # By index before layer: where the room ends early, no layer has been favoured.
         return copies[expert] >= 2, -wanted / copies[expert], num_homes, expert.index, expert.layer
 
@@ -51,7 +51,8 @@ def add_replicas(
 
 
 def _choose_shelf(shelves: Sequence[Shelf], expert: ExpertId) -> Shelf | None:
-    return min((shelf for shelf in shelves if shelf.takes(expert)), key=_preference, default=None)
+    able = [shelf for shelf in shelves if shelf.takes(expert)]
+    return min(able, key=lambda shelf: preference(shelf, expert), default=None)
 
 
 def _make_room(shelves: Sequence[Shelf], expert: ExpertId) -> Shelf | None:
@@ -60,12 +61,15 @@ def _make_room(shelves: Sequence[Shelf], expert: ExpertId) -> Shelf | None:
     The last free room is often on nodes that hold the expert already. Some full node without it then hands one of
     its own experts to such a node, and takes it in.
     """
-    roomy = sorted((shelf for shelf in shelves if shelf.fits(expert)), key=_preference)
+    roomy = sorted(
+        (shelf for shelf in shelves if shelf.fits(expert)), key=lambda shelf: preference(shelf, expert)
+    )
     if not roomy:
         return None
-    for full in sorted((shelf for shelf in shelves if expert not in shelf.experts), key=_preference):
+    lacking = (shelf for shelf in shelves if expert not in shelf.experts)
+    for full in sorted(lacking, key=lambda shelf: preference(shelf, expert)):
         for receiver in roomy:
-            for moved in sorted(full.experts - receiver.experts):
+            for moved in sorted(full.experts - receiver.experts - full.pinned):
                 enough = full.size_of(expert) <= full.free_bytes + full.size_of(moved)
                 if enough and receiver.fits(moved):
                     full.take_away(moved)
@@ -74,5 +78,6 @@ def _make_room(shelves: Sequence[Shelf], expert: ExpertId) -> Shelf | None:
     return None
 
 
-def _preference(shelf: Shelf) -> tuple[bool, float, str]:
-    return not shelf.is_home, shelf.fill, shelf.node
+def preference(shelf: Shelf, expert: ExpertId) -> tuple[bool, float, str]:
+    """Sorts first where a copy does the most good."""
+    return not shelf.is_home_of(expert), shelf.burden, shelf.node

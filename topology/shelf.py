@@ -1,5 +1,6 @@
 """The room for experts on one node while a placement is being made. Counts whole bytes; decides nothing."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from topology.ids import ExpertId
@@ -11,13 +12,17 @@ class Shelf:
 
     room_bytes    for experts, all in all; may be 0
     layer_sizes   bytes of one expert of each layer in this node's weight format, L numbers
-    is_home       whether requests live here, so that an expert here costs them no round trip
+    home_layers   layers whose attention runs here, so that an expert of theirs here costs no round trip
+    speed         relative to the other nodes; a faster one is to hold more
+    pinned        experts that may not leave
     """
 
     node: str
     room_bytes: int
     layer_sizes: tuple[int, ...]
-    is_home: bool
+    home_layers: Collection[int] = range(0)
+    speed: float = 1.0
+    pinned: frozenset[ExpertId] = frozenset()
     experts: set[ExpertId] = field(default_factory=set)
     used_bytes: int = 0
 
@@ -30,6 +35,14 @@ class Shelf:
         """Share of the room in use, 0 to 1; a shelf without room is full."""
         return self.used_bytes / self.room_bytes if self.room_bytes else 1.0
 
+    @property
+    def burden(self) -> float:
+        """The share in use, weighed by speed: of two that are equally full the slower has more of a burden."""
+        return self.fill / self.speed
+
+    def is_home_of(self, expert: ExpertId) -> bool:
+        return expert.layer in self.home_layers
+
     def size_of(self, expert: ExpertId) -> int:
         return self.layer_sizes[expert.layer]
 
@@ -41,6 +54,7 @@ class Shelf:
         return expert not in self.experts and self.fits(expert)
 
     def put(self, expert: ExpertId) -> None:
+        assert expert not in self.experts, f"{expert} stands on {self.node} already"
         self.experts.add(expert)
         self.used_bytes += self.size_of(expert)
 

@@ -1,0 +1,362 @@
+"""Decide what each node holds for given decode groups: trunk, KV, workspace, and every expert at least once. Pure.
+
+Knows the topology file and the model's bytes; nothing of who is alive. Which groups there are is `stages.py`'s to say.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from topology import costs
+from topology.cluster import DECODE, EXPERTS, PREFILL, Cluster, Node
+from topology.costs import ModelFootprint
+from topology.errors import PlacementError
+from topology.ids import ExpertId
+from topology.keep import keep_previous
+from topology.node_plan import GroupPlan, NodePlan, Placement, Stage
+from topology.replicas import add_replicas
+from topology.shelf import Shelf
+from topology.speeds import NodeSpeed, declared_speed
+from topology.spread import give_hot_experts_to_fast_nodes, spread_first_copies
+from topology.units import format_bytes_rounded
+
+
+def every_home(cluster: Cluster, footprint: ModelFootprint) -> tuple[GroupPlan, ...]:
+    """The plan `home`: each decode node runs all layers for requests of its own."""
+    return tuple(
+        GroupPlan((Stage(node.name, 0, footprint.num_layers),))
+        for node in cluster.nodes
+        if DECODE in node.roles
+    )
+
+
+def lay_out(
+    cluster: Cluster,
+    footprint: ModelFootprint,
+    *,
+    groups: Sequence[GroupPlan] | None = None,
+    hosts: Collection[str] | None = None,
+    epoch: int = 1,
+    demand: Mapping[ExpertId, float] | None = None,
+    speeds: Mapping[str, NodeSpeed] | None = None,
+    pins: Mapping[ExpertId, str] | None = None,
+    previous: Placement | None = None,
+) -> Placement:
+    """Place a model on a cluster, or raise `PlacementError` with the bytes that are needed and available.
+
+    groups    where requests may live; None for `every_home`. With groups given, homes take what they can of their own
+              layers before any other node does
+    hosts     nodes that may hold experts; None for all with the role
+    demand    tokens that each expert receives, in any unit: who gets replicas, and a place at a home or a fast node
+    speeds    measured; memory bandwidth counts beside room. Else the file's, else all are alike
+    pins      beside those of the file
+    previous  what lies right in it stays; see `keep.py`
+
+    1. Nodes of a group hold the trunk of their layers, nodes with the role prefill alone all of it. They and expert
+       hosts hold workspace. Every process has its reserve.
+    2. KV: a trunk node gets blocks for `kv_tokens`, or as many as it and its group have room for, but never less than
+       one whole context. Where that leaves too little room for the first copies of all experts, the nodes that have
+       both trunk and experts are held to one common limit: the highest at which every expert fits, again never less
+       than one context. Only then are experts refused.
+    3. Pinned experts first, then first copies in proportion to room and speed, so that each host gets some of each
+       layer.
+    4. Replicas follow, up to floor(memory_ratio x experts) copies in all, as `replicas.py` says.
+
+    With experts of different sizes the packing is greedy, largest first, and may refuse what a search could fit.
+    """
+    desk = _Desk(cluster, footprint, groups, hosts, speeds, pins)
+    desk.refuse_small_nodes()
+    plans, shelves = desk.place_first_copies()
+    experts = footprint.experts()
+    max_copies = max(int(cluster.memory_ratio * len(experts)), len(experts))
+
+    if demand is not None:
+        give_hot_experts_to_fast_nodes(shelves, demand)
+    add_replicas(
+        shelves,
+        experts,
+        max_replicas=max_copies - sum(len(shelf.experts) for shelf in shelves),
+        demand=demand,
+    )
+    if previous is not None:
+        kept = desk.shelves_of(plans)
+        if keep_previous(
+            kept,
+            _held_before(previous, plans),
+            experts,
+            max_copies=max_copies,
+            grown_bytes=_grown_bytes(previous, kept),
+            fresh_bytes={shelf.node: shelf.used_bytes for shelf in shelves},
+            demand=demand,
+        ):
+            copies = sum(len(shelf.experts) for shelf in kept)
+            add_replicas(kept, experts, max_replicas=max_copies - copies, demand=demand)
+            shelves = kept
+    placed = {shelf.node: shelf for shelf in shelves}
+    return Placement(
+        epoch, tuple(_with_experts(plan, placed.get(plan.node)) for plan in plans), tuple(desk.groups)
+    )
+
+
+@dataclass
+class _Reserved:
+    """One node before any expert: what the plan uses it for, and its range of layers."""
+
+    node: Node
+    stage: Stage | None
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        return (self.stage.first_layer, self.stage.last_layer) if self.stage else (0, 0)
+
+
+class _Desk:
+    """What one call of `lay_out` works with."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        footprint: ModelFootprint,
+        groups: Sequence[GroupPlan] | None,
+        hosts: Collection[str] | None,
+        speeds: Mapping[str, NodeSpeed] | None,
+        pins: Mapping[ExpertId, str] | None,
+    ) -> None:
+        self.cluster, self.footprint = cluster, footprint
+        self.home_first = groups is not None
+        self.groups = every_home(cluster, footprint) if groups is None else tuple(groups)
+        self.stages = {stage.node: stage for group in self.groups for stage in group.stages}
+        self.nodes = [self._reserved(node, hosts) for node in cluster.nodes]
+        self.speeds = self._relative_speeds(speeds)
+        pairs = {(pin.expert, pin.node) for pin in cluster.pins} | set((pins or {}).items())
+        self.pins = sorted(pairs)
+        self._refuse_pins_nowhere()
+
+    def _reserved(self, node: Node, hosts: Collection[str] | None) -> _Reserved:
+        stage = self.stages.get(node.name)
+        if stage is None and PREFILL in node.roles and DECODE not in node.roles:
+            stage = Stage(node.name, 0, self.footprint.num_layers)
+        roles = set(node.roles)
+        if stage is None:
+            roles -= {PREFILL, DECODE}
+        if hosts is not None and node.name not in hosts:
+            roles.discard(EXPERTS)
+        return _Reserved(replace(node, roles=frozenset(roles)), stage)
+
+    def _relative_speeds(self, measured: Mapping[str, NodeSpeed] | None) -> dict[str, float]:
+        """Memory bandwidth of each node, the fastest being 1; all 1 where nothing is known."""
+        if measured is None and all(node.memory_bytes_per_s is None for node in self.cluster.nodes):
+            return dict.fromkeys(self.cluster.node_names, 1.0)
+        rates = {
+            name: ((measured or {}).get(name) or declared_speed(self.cluster, name)).memory_bytes_per_s
+            for name in self.cluster.node_names
+        }
+        fastest = max(rates.values())
+        return {name: rate / fastest for name, rate in rates.items()}
+
+    def refuse_small_nodes(self) -> None:
+        """Raise for all nodes that lack room for what comes before any expert; the error's numbers are the worst's."""
+        short = []
+        for entry in self.nodes:
+            first, last = entry.layers
+            parts = {
+                "process": self.cluster.process_reserve_bytes,
+                "trunk": costs.trunk_bytes(self.footprint, first, last),
+                "KV of one context": self._least_blocks() * costs.kv_block_bytes(self.footprint, first, last),
+                "workspace": costs.workspace_bytes(self.cluster, entry.node, self.footprint),
+            }
+            if sum(parts.values()) > entry.node.memory_bytes:
+                short.append((sum(parts.values()), entry.node, parts))
+        if not short:
+            return
+        told = "; ".join(
+            f"node {node.name} needs {needed} bytes before any expert and has {node.memory_bytes} ("
+            + ", ".join(f"{part} {format_bytes_rounded(size)}" for part, size in parts.items() if size)
+            + ")"
+            for needed, node, parts in short
+        )
+        remedy = (
+            "raise memory, lower context_tokens or max_batch_rows, or give such a node the role experts alone"
+        )
+        needed, node, _ = max(short, key=lambda entry: entry[0] - entry[1].memory_bytes)
+        raise PlacementError(
+            f"{told}: {remedy}", node=node.name, needed_bytes=needed, available_bytes=node.memory_bytes
+        )
+
+    def place_first_copies(self) -> tuple[list[NodePlan], list[Shelf]]:
+        """Find the most KV at which every expert has a place, and place it there."""
+        pinned = {expert for expert, _ in self.pins}
+        others = [expert for expert in self.footprint.experts() if expert not in pinned]
+
+        def attempt(most_blocks: int) -> tuple[list[NodePlan], list[Shelf], list[ExpertId]]:
+            plans = self._plans(most_blocks)
+            shelves = self.shelves_of(plans)
+            short = {e for e, node in self.pins for s in shelves if s.node == node and e not in s.experts}
+            left_over = spread_first_copies(shelves, others, home_first=self.home_first)
+            return plans, shelves, sorted(short) + left_over
+
+        least, most = self._least_blocks(), self._wanted_blocks()
+        plans, shelves, left_over = attempt(most)
+        if not left_over:
+            return plans, shelves
+        plans, shelves, left_over = attempt(least)
+        self._refuse_pins_without_room(shelves)
+        if left_over:
+            raise _no_room(shelves, left_over)
+        while most - least > 1:  # every expert fits at `least`, and does not at `most`
+            middle = (least + most) // 2
+            tried = attempt(middle)
+            if tried[2]:
+                most = middle
+            else:
+                least, (plans, shelves, _) = middle, tried
+        return plans, shelves
+
+    def shelves_of(self, plans: Sequence[NodePlan]) -> list[Shelf]:
+        """A shelf for each expert host, with the pinned experts that have room on it and nothing else."""
+        wanted: dict[str, list[ExpertId]] = {}
+        for expert, node in self.pins:
+            wanted.setdefault(node, []).append(expert)
+        shelves = []
+        for entry, plan in zip(self.nodes, plans, strict=True):
+            if not entry.node.hosts_experts:
+                continue
+            is_home = entry.stage is not None and DECODE in entry.node.roles
+            name = entry.node.name
+            shelf = Shelf(
+                node=name,
+                room_bytes=plan.free_bytes,
+                layer_sizes=tuple(self.footprint.expert_bytes[entry.node.weight_format]),
+                home_layers=range(*entry.layers) if is_home else range(0),
+                speed=self.speeds[name],
+                pinned=frozenset(wanted.get(name, ())),
+            )
+            for expert in wanted.get(name, ()):
+                if shelf.fits(expert):
+                    shelf.put(expert)
+            shelves.append(shelf)
+        return shelves
+
+    def _plans(self, most_blocks: int) -> list[NodePlan]:
+        """All nodes without experts. The stages of a group have equally many KV blocks: more would serve nobody."""
+        plans = {entry.node.name: self._reserve(entry, most_blocks) for entry in self.nodes}
+        for group in self.groups:
+            blocks = min(plans[node].kv_blocks for node in group.nodes)
+            for node in group.nodes:
+                plans[node] = self._with_blocks(plans[node], blocks)
+        return [plans[entry.node.name] for entry in self.nodes]
+
+    def _reserve(self, entry: _Reserved, most_blocks: int) -> NodePlan:
+        """A node's plan without experts; `most_blocks` limits the KV of a node that hosts experts as well."""
+        node, (first, last) = entry.node, entry.layers
+        plan = NodePlan(
+            node=node.name,
+            roles=node.roles,
+            first_layer=first,
+            last_layer=last,
+            experts=(),
+            trunk_bytes=costs.trunk_bytes(self.footprint, first, last),
+            expert_bytes=0,
+            kv_blocks=0,
+            kv_bytes=0,
+            workspace_bytes=costs.workspace_bytes(self.cluster, node, self.footprint),
+            process_bytes=self.cluster.process_reserve_bytes,
+            memory_bytes=node.memory_bytes,
+            weight_format=node.weight_format,
+        )
+        if first == last:
+            return plan
+        block_bytes = costs.kv_block_bytes(self.footprint, first, last)
+        blocks = min(self._wanted_blocks(), plan.free_bytes // block_bytes)
+        return self._with_blocks(plan, min(blocks, most_blocks) if node.hosts_experts else blocks)
+
+    def _with_blocks(self, plan: NodePlan, blocks: int) -> NodePlan:
+        block_bytes = costs.kv_block_bytes(self.footprint, plan.first_layer, plan.last_layer)
+        return replace(plan, kv_blocks=blocks, kv_bytes=blocks * block_bytes)
+
+    def _least_blocks(self) -> int:
+        return costs.kv_blocks(self.footprint, costs.context_limit(self.cluster, self.footprint))
+
+    def _wanted_blocks(self) -> int:
+        return max(costs.kv_blocks(self.footprint, self.cluster.kv_tokens), self._least_blocks())
+
+    def _refuse_pins_nowhere(self) -> None:
+        """Pins to experts or nodes that there are not, or that hold no experts."""
+        known = set(self.footprint.experts()) if self.pins else set()
+        roles = {entry.node.name: entry.node.roles for entry in self.nodes}
+        for expert, node in self.pins:
+            size = 0
+            if expert not in known:
+                layers = self.footprint.moe_layers
+                why = (
+                    f"the model has no such expert: {self.footprint.experts_per_layer} in each of its "
+                    f"{len(layers)} layers with experts, {layers[0]} to {layers[-1]}"
+                    if layers
+                    else "the model has no experts"
+                )
+            elif node not in roles:
+                why = f"there is no such node: {', '.join(roles)}"
+            elif EXPERTS not in roles[node]:
+                why = f"{node} may not hold experts"
+            else:
+                continue
+            raise PlacementError(
+                f"{expert} is pinned to {node}, but {why}", node=node, needed_bytes=size, available_bytes=0
+            )
+
+    def _refuse_pins_without_room(self, shelves: Sequence[Shelf]) -> None:
+        for shelf in shelves:
+            needed = sum(shelf.size_of(expert) for expert in shelf.pinned)
+            if needed > shelf.room_bytes:
+                raise PlacementError(
+                    f"{len(shelf.pinned)} experts pinned to {shelf.node} need {needed} bytes and it has room for "
+                    f"{shelf.room_bytes} beside process, trunk, KV of one context and workspace: raise its memory, or "
+                    "pin fewer",
+                    node=shelf.node,
+                    needed_bytes=needed,
+                    available_bytes=shelf.room_bytes,
+                )
+
+
+def _with_experts(plan: NodePlan, shelf: Shelf | None) -> NodePlan:
+    if shelf is None:
+        return plan
+    return replace(plan, experts=tuple(sorted(shelf.experts)), expert_bytes=shelf.used_bytes)
+
+
+def _held_before(previous: Placement, plans: Sequence[NodePlan]) -> dict[str, tuple[ExpertId, ...]]:
+    """Node -> the experts it holds already, in the format it is to have."""
+    formats = {plan.node: plan.weight_format for plan in plans}
+    return {
+        plan.node: plan.experts for plan in previous.nodes if formats.get(plan.node) == plan.weight_format
+    }
+
+
+def _grown_bytes(previous: Placement, shelves: Sequence[Shelf]) -> dict[str, int]:
+    """Node -> how many bytes of room for experts it has beyond what it had."""
+    rooms = {plan.node: plan.memory_bytes - plan.reserved_bytes for plan in previous.nodes if plan.experts}
+    return {
+        shelf.node: shelf.room_bytes - rooms.get(shelf.node, 0)
+        for shelf in shelves
+        if shelf.room_bytes > rooms.get(shelf.node, 0)
+    }
+
+
+def _no_room(shelves: Sequence[Shelf], left_over: Sequence[ExpertId]) -> PlacementError:
+    """Why the first copies do not fit, in whole experts: free bytes too few for one expert do not count as available."""
+    if not shelves:
+        return PlacementError(
+            "no node may hold experts: give one the role experts", needed_bytes=1, available_bytes=0
+        )
+    available = sum(shelf.used_bytes for shelf in shelves)
+    needed = available + sum(min(shelf.size_of(expert) for shelf in shelves) for expert in left_over)
+    num_placed = sum(len(shelf.experts) for shelf in shelves)
+    roomiest = max(shelves, key=lambda shelf: (shelf.free_bytes, shelf.node))
+    return PlacementError(
+        f"the model's {num_placed + len(left_over)} experts need {needed} bytes on the nodes with the role experts, "
+        f"which have room for {num_placed} of them, {available} bytes, beside process, trunk, KV of one context "
+        f"and workspace: {needed - available} bytes short (an expert takes {roomiest.size_of(left_over[0])}, the "
+        f"most left on one node is {roomiest.free_bytes}, on {roomiest.node}); add memory or nodes, or lower "
+        "context_tokens or max_batch_rows",
+        needed_bytes=needed,
+        available_bytes=available,
+    )

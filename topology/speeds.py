@@ -1,0 +1,216 @@
+"""How fast nodes and links are: measured, else as the topology file says, else typical. And a fit from measurements.
+
+Knows no model: a measurement is bytes, operations, counts and seconds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topology.cluster import Cluster, Link, find_node
+
+BYTE_BITS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSpeed:
+    """What a node's time is made of. The defaults are one thread of a desktop CPU, for where nothing is measured.
+
+    A step's seconds are taken as a sum, bytes / bandwidth + operations / flops + overheads: memory and arithmetic are
+    not assumed to overlap, which overstates a step by at most two and keeps the fit linear.
+    """
+
+    memory_bytes_per_s: float = 8e9
+    """Bytes of weights and KV read per second. Measured on a 2-core x86: 8.5-9.3 GB/s read, 7-12.6 copied."""
+    flops: float = 60e9
+    """Floating-point operations per second. Measured there at 16 rows: 40 GFLOP/s in float32, 65 native bfloat16."""
+    step_overhead_s: float = 300e-6
+    """Seconds of a step that neither batch nor layers change: scheduling, sampling, handing out tokens. Measured on the
+    demo model: 50 for the plan, 150 for the rows, 120 for sampling, in us."""
+    layer_overhead_s: float = 100e-6
+    """Seconds of a layer that the batch does not change. Measured on the demo model: 176 us of attention at batch 1, of
+    which 83 are bytes."""
+    call_overhead_s: float = 50e-6
+    """Seconds of an expert call beyond wire and arithmetic, at either end. Measured there: 42 us per further peer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSpeed:
+    """What it takes to get from one node to another. The defaults are those of `Link`."""
+
+    rtt_s: float = Link.rtt_s
+    """Round-trip time of a small message, seconds."""
+    bandwidth_bps: float = Link.bandwidth_bps
+    """Bits per second, each way."""
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Seconds that `num_bytes` occupy the link, without the way."""
+        return num_bytes * BYTE_BITS / self.bandwidth_bps
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The speeds of a cluster's nodes and links as the planner takes them: see `machines_of`."""
+
+    speeds: Mapping[str, NodeSpeed]
+    links: Mapping[frozenset[str], LinkSpeed] = field(default_factory=dict)
+    """Pair of nodes -> their link, where it differs from `default_link`."""
+    default_link: LinkSpeed = field(default_factory=LinkSpeed)
+    formats: Mapping[str, str] = field(default_factory=dict)
+    """Node -> the weight format of its experts, `as_stored` if it is not there."""
+
+    def speed(self, node: str) -> NodeSpeed:
+        return self.speeds[node]
+
+    def link(self, a: str, b: str) -> LinkSpeed:
+        return self.links.get(frozenset((a, b)), self.default_link)
+
+    def weight_format(self, node: str) -> str:
+        return self.formats.get(node, "as_stored")
+
+
+def declared_speed(cluster: Cluster, node: str) -> NodeSpeed:
+    """What the topology file says of a node, typical figures for the rest; more threads compute faster."""
+    found = find_node(cluster, node)
+    return NodeSpeed(
+        memory_bytes_per_s=found.memory_bytes_per_s or NodeSpeed.memory_bytes_per_s,
+        flops=found.flops or NodeSpeed.flops * found.threads,
+    )
+
+
+def machines_of(
+    cluster: Cluster,
+    speeds: Mapping[str, NodeSpeed] | None = None,
+    links: Mapping[tuple[str, str], LinkSpeed] | None = None,
+) -> Machines:
+    """A cluster's speeds: measured before declared before typical.
+
+    speeds  node -> measured, for those that were
+    links   pair of nodes, in either order -> measured
+    """
+    declared = {
+        frozenset((link.a, link.b)): LinkSpeed(rtt_s=link.rtt_s, bandwidth_bps=link.bandwidth_bps)
+        for link in cluster.links
+    }
+    measured = {frozenset(pair): link for pair, link in (links or {}).items()}
+    default = cluster.default_link
+    return Machines(
+        speeds={
+            name: (speeds or {}).get(name) or declared_speed(cluster, name) for name in cluster.node_names
+        },
+        links={**declared, **measured},
+        default_link=LinkSpeed(rtt_s=default.rtt_s, bandwidth_bps=default.bandwidth_bps),
+        formats={node.name: node.weight_format for node in cluster.nodes},
+    )
+
+
+class SpeedSample(NamedTuple):
+    """One measurement on one node: what was done, and how long it took.
+
+    touched_bytes  weights and KV read
+    operations     floating-point operations: rows times what one row takes, see `step_time.operations`
+    seconds        how long it took
+    steps, layers, calls  how many whole steps, layers and expert calls it contains: each has an overhead of its own
+    """
+
+    touched_bytes: float
+    operations: float
+    seconds: float
+    steps: int = 0
+    layers: int = 0
+    calls: int = 0
+
+
+FIT_ROUNDS = 8  # of reweighting; the fit stands still after 3 to 5
+OUTLIER = 0.25  # relative error from which a sample counts less: a neighbour disturbed it
+LEAST_SHARE = 1e-3  # a fitted cost is never below this share of the prior's: no node is infinitely fast
+
+
+def fit_speed(
+    samples: Sequence[SpeedSample], *, prior: NodeSpeed | None = None, prior_weight: float = 0.02
+) -> NodeSpeed:
+    """The speed that explains the samples best, in the sense of least squares of the relative error.
+
+    prior         what is believed without samples; what they do not determine stays there
+    prior_weight  how many samples the prior counts for, each of a relative error of 1
+
+    Costs are never negative, and samples far off the fit count less (Huber's weights), so that one disturbed
+    measurement changes little. Without samples the prior comes back.
+    """
+    prior = prior or NodeSpeed()
+    usable = [sample for sample in samples if sample.seconds > 0]
+    if not usable:
+        return prior
+    believed = np.array(_costs(prior))
+    # x = cost / believed cost: the columns are alike in size, and the prior is a vector of ones.
+    rows = np.array(
+        [(s.touched_bytes, s.operations, s.steps, s.layers, s.calls) for s in usable], dtype=float
+    )
+    rows = rows * believed / np.array([s.seconds for s in usable])[:, None]
+    weights = np.ones(len(usable))
+    shares = np.ones(len(believed))
+    for _ in range(FIT_ROUNDS):
+        pull = prior_weight * np.eye(len(believed))
+        matrix = rows.T @ (rows * weights[:, None]) + pull
+        aim = rows.T @ weights + pull.sum(axis=0)
+        shares = _bounded_minimum(matrix, aim, LEAST_SHARE)
+        errors = np.abs(rows @ shares - 1)
+        weights = np.minimum(1.0, OUTLIER / np.maximum(errors, 1e-12))
+    return _from_costs(believed * shares)
+
+
+def _costs(speed: NodeSpeed) -> tuple[float, ...]:
+    """Seconds per byte, per operation, per step, per layer, per call."""
+    return (
+        1 / speed.memory_bytes_per_s,
+        1 / speed.flops,
+        max(speed.step_overhead_s, 1e-9),
+        max(speed.layer_overhead_s, 1e-9),
+        max(speed.call_overhead_s, 1e-9),
+    )
+
+
+def _from_costs(costs: NDArray[np.float64]) -> NodeSpeed:
+    per_byte, per_operation, step, layer, call = (float(cost) for cost in costs)
+    return NodeSpeed(
+        memory_bytes_per_s=1 / per_byte,
+        flops=1 / per_operation,
+        step_overhead_s=step,
+        layer_overhead_s=layer,
+        call_overhead_s=call,
+    )
+
+
+def _bounded_minimum(
+    matrix: NDArray[np.float64], aim: NDArray[np.float64], least: float
+) -> NDArray[np.float64]:
+    """argmin of x' matrix x / 2 - aim' x with every x >= least, by trying which of the few bounds hold."""
+    best, best_value = np.full(len(aim), least), np.inf
+    for free in product((True, False), repeat=len(aim)):
+        chosen = np.array(free)
+        x = np.full(len(aim), least)
+        if chosen.any():
+            rest = aim[chosen] - matrix[np.ix_(chosen, ~chosen)] @ x[~chosen]
+            x[chosen] = np.linalg.solve(matrix[np.ix_(chosen, chosen)], rest)
+        value = x @ matrix @ x / 2 - aim @ x
+        if (x >= least * (1 - 1e-9)).all() and value < best_value:
+            best, best_value = x, value
+    return best
+
+
+def slower(speed: NodeSpeed, factor: float) -> NodeSpeed:
+    """The same node at 1/factor of its speed, overheads included; for what-if questions and tests."""
+    return replace(
+        speed,
+        memory_bytes_per_s=speed.memory_bytes_per_s / factor,
+        flops=speed.flops / factor,
+        **{
+            name.name: getattr(speed, name.name) * factor
+            for name in fields(speed)
+            if name.name.endswith("overhead_s")
+        },
+    )
