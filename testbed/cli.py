@@ -1,4 +1,4 @@
-"""The testbed's commands: `edge-runtime bench`. Heavy imports are inside."""
+"""The testbed's commands: `edge-runtime bench` and `edge-runtime testbed`. Heavy imports are inside."""
 
 import json
 from pathlib import Path
@@ -55,3 +55,75 @@ def bench(
         click.echo("transformers", err=True)
         rates = benchmark.measure_transformers(model, prompts, counts, max_tokens, rounds)
     click.echo(benchmark.as_json(cells, rates) if as_json else benchmark.table(cells, rates))
+
+
+@click.group(epilog="\b\nExample:\n  edge-runtime testbed link n1 n5 --cut 10s")
+def testbed() -> None:
+    """Do to a running cluster on this machine what the world does to clusters."""
+
+
+@testbed.command(
+    epilog="\b\nExample:\n  edge-runtime testbed link n1 n5 --rtt 20ms --rate 10Mbit/s --jitter 2ms --loss 1%\n"
+    "  edge-runtime testbed link n1 all --cut 10s\n  edge-runtime testbed link n1 n5 --heal"
+)
+@click.argument("a")
+@click.argument("b")
+@click.option("--topology", type=click.Path(path_type=Path), default=None, help="As everywhere.")
+@click.option("--rtt", default=None, help="Round trip, as in 20ms; each direction takes half.")
+@click.option("--rate", default=None, help="As in 10Mbit/s.")
+@click.option("--jitter", default=None, help="At most so much more in each direction, at random.")
+@click.option("--loss", default=None, help="Packets lost, as in 1%; each costs the wait for its repetition.")
+@click.option("--cut", default=None, help="Let nothing pass for so long, as in 10s; 0s: until it is healed.")
+@click.option("--heal", is_flag=True, help="First make the link what the topology file says, and end a cut.")
+@click.option("--one-way", is_flag=True, help="Only from A to B.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list for scripts.")
+def link(
+    a: str,
+    b: str,
+    topology: Path | None,
+    rtt: str | None,
+    rate: str | None,
+    jitter: str | None,
+    loss: str | None,
+    cut: str | None,
+    heal: bool,
+    one_way: bool,
+    as_json: bool,
+) -> None:
+    """Change the link between A and B, or A and `all` others, of a cluster that was started with `up --shape`.
+
+    What no option names stays as it is; without options the link is only shown.
+    """
+    import msgspec
+
+    from edge_runtime.config import resolve_topology_path
+    from edge_runtime.protocol import ShapeLink
+    from edge_runtime.transport.keys import load_keys
+    from testbed import links
+    from topology.files import read_cluster
+    from topology.units import parse_duration, parse_rate
+
+    try:
+        change = ShapeLink(
+            a,
+            b,
+            delay_s=parse_duration(rtt) / 2 if rtt is not None else None,
+            jitter_s=parse_duration(jitter) if jitter is not None else None,
+            rate_bps=parse_rate(rate) if rate is not None else None,
+            loss=links.parse_share(loss) if loss is not None else None,
+            cut_s=parse_duration(cut) if cut is not None else None,
+            reset=heal,
+        )
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    if change.rate_bps == 0:
+        raise click.BadParameter("a link has a rate above 0; --cut lets nothing pass")
+    cluster = read_cluster(resolve_topology_path(topology))
+    keys = load_keys(Path(cluster.keys), "client") if cluster.keys else None
+    shaped = []
+    for each in links.change_links(cluster, keys, links.pairs_of(cluster, a, b, one_way=one_way), change):
+        shaped.append(msgspec.to_builtins(each))
+        if not as_json:
+            click.echo(links.describe(each))
+    if as_json:
+        click.echo(json.dumps(shaped))
