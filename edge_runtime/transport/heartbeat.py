@@ -1,16 +1,22 @@
-"""Tell from the times of a peer's heartbeats whether it is alive, suspect or lost. Pure: `now` is given.
+"""Tell from the times of a peer's heartbeats whether it is alive, suspect or lost. Values and functions; `now` is given.
 
-One missed beat changes nothing. A lost peer returns only after several beats without a gap, so that a link that
-flickers does not make the cluster flicker.
+One missed beat changes nothing. Only a look makes a peer lost, never a beat that comes late: a watcher that was held up
+itself hears first and looks then. A lost peer returns after several beats without a gap, so that a link that flickers
+does not make the cluster flicker.
 """
 
 from typing import Literal
 
+import msgspec
+
+SUSPECT_AFTER_BEATS = 2.5
+BEATS_TO_RETURN = 3
+
 Liveness = Literal["alive", "suspect", "lost"]
 
 
-class HeartbeatMonitor:
-    """Watches one peer.
+class BeatRule(msgspec.Struct, frozen=True):
+    """What is made of silence.
 
     interval_s       how often the peer beats
     suspect_after_s  silence after which it gets no new work; more than two intervals
@@ -18,47 +24,67 @@ class HeartbeatMonitor:
     beats_to_return  beats in a row, none of them `suspect_after_s` apart, that bring a lost peer back
     """
 
-    def __init__(
-        self,
-        now: float,
-        *,
-        interval_s: float = 1.0,
-        suspect_after_s: float = 3.0,
-        lost_after_s: float = 10.0,
-        beats_to_return: int = 3,
-    ) -> None:
-        assert 2 * interval_s < suspect_after_s < lost_after_s, (interval_s, suspect_after_s, lost_after_s)
-        self.interval_s = interval_s
-        self.suspect_after_s = suspect_after_s
-        self.lost_after_s = lost_after_s
-        self.beats_to_return = beats_to_return
-        self.last_heard_s = now
-        self._was_lost = False
-        self._beats = 0  # in a row, since it was lost
+    interval_s: float
+    suspect_after_s: float
+    lost_after_s: float
+    beats_to_return: int = BEATS_TO_RETURN
 
-    def heard(self, now: float) -> None:
-        """A beat came; any other message of the peer counts as well."""
-        silent_s = now - self.last_heard_s
-        if self.state(now) == "lost":
-            self._was_lost = True
-            self._beats = self._beats + 1 if silent_s < self.suspect_after_s else 1
-            if self._beats >= self.beats_to_return:
-                self._was_lost = False
-                self._beats = 0
-        self.last_heard_s = now
+    def __post_init__(self) -> None:
+        assert 2 * self.interval_s < self.suspect_after_s < self.lost_after_s, self
+        assert self.beats_to_return >= 1, self
 
-    def state(self, now: float) -> Liveness:
-        silent_s = now - self.last_heard_s
-        if self._was_lost or silent_s >= self.lost_after_s:
-            return "lost"
-        return "suspect" if silent_s >= self.suspect_after_s else "alive"
 
-    def next_change_s(self, now: float) -> float | None:
-        """When the state changes if nothing more is heard; None if it does not."""
-        match self.state(now):
-            case "alive":
-                return self.last_heard_s + self.suspect_after_s
-            case "suspect":
-                return self.last_heard_s + self.lost_after_s
-            case _:
-                return None
+def beat_rule(interval_s: float, lost_after_s: float, beats_to_return: int = BEATS_TO_RETURN) -> BeatRule:
+    """The rule for a topology file's `heartbeat` and `lost_after`, which is more than two heartbeats."""
+    halfway_s = (
+        interval_s + lost_after_s / 2
+    )  # between two beats and the loss, where these are close together
+    return BeatRule(
+        interval_s, min(SUSPECT_AFTER_BEATS * interval_s, halfway_s), lost_after_s, beats_to_return
+    )
+
+
+class Beats(msgspec.Struct, frozen=True):
+    """What is known of one peer.
+
+    heard_s  when it gave its last sign of life, or since when it is watched
+    is_lost  it was found lost, and has not returned
+    streak   beats without a gap since then
+    """
+
+    heard_s: float
+    is_lost: bool = False
+    streak: int = 0
+
+
+def heard(beats: Beats, now: float, rule: BeatRule) -> Beats:
+    """A beat came; any other message of the peer counts as well."""
+    if not beats.is_lost:
+        return Beats(now)
+    in_a_row = now - beats.heard_s < rule.suspect_after_s
+    streak = beats.streak + 1 if in_a_row else 1
+    return Beats(now) if streak >= rule.beats_to_return else Beats(now, True, streak)
+
+
+def looked(beats: Beats, now: float, rule: BeatRule) -> Beats:
+    """Somebody looked: whoever is lost now stays so until it returns."""
+    return Beats(beats.heard_s, True, beats.streak) if liveness(beats, now, rule) == "lost" else beats
+
+
+def liveness(beats: Beats, now: float, rule: BeatRule) -> Liveness:
+    """What a look at this moment finds."""
+    silent_s = now - beats.heard_s
+    if beats.is_lost or silent_s >= rule.lost_after_s:
+        return "lost"
+    return "suspect" if silent_s >= rule.suspect_after_s else "alive"
+
+
+def next_change_s(beats: Beats, now: float, rule: BeatRule) -> float | None:
+    """When a look finds something else if nothing more is heard; None if never."""
+    match liveness(beats, now, rule):
+        case "alive":
+            return beats.heard_s + rule.suspect_after_s
+        case "suspect":
+            return beats.heard_s + rule.lost_after_s
+        case _:
+            return None

@@ -4,105 +4,130 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_runtime.transport.heartbeat import HeartbeatMonitor
+from edge_runtime.transport.heartbeat import (
+    BeatRule,
+    Beats,
+    beat_rule,
+    heard,
+    liveness,
+    looked,
+    next_change_s,
+)
 
-SETTINGS = {"interval_s": 1.0, "suspect_after_s": 3.0, "lost_after_s": 10.0, "beats_to_return": 3}
+RULE = BeatRule(interval_s=1.0, suspect_after_s=3.0, lost_after_s=10.0, beats_to_return=3)
 
 
-def monitor():
-    return HeartbeatMonitor(0.0, **SETTINGS)
+def states(beats, *times):
+    return [liveness(beats, now, RULE) for now in times]
 
 
 def test_one_missed_beat_changes_nothing():
-    watched = monitor()
-    watched.heard(1.0)
-    assert watched.state(2.99) == "alive"
-    watched.heard(3.0)
-    assert watched.state(5.0) == "alive"
+    beats = heard(Beats(0.0), 1.0, RULE)
+    assert states(beats, 2.99) == ["alive"]
+    assert states(heard(beats, 3.0, RULE), 5.0) == ["alive"]
 
 
 def test_silence_is_first_suspect_then_lost():
-    watched = monitor()
-    assert [watched.state(t) for t in (2.9, 3.0, 9.9, 10.0, 1e9)] == [
-        "alive",
-        "suspect",
-        "suspect",
-        "lost",
-        "lost",
-    ]
+    expected = ["alive", "suspect", "suspect", "lost", "lost"]
+    assert states(Beats(0.0), 2.9, 3.0, 9.9, 10.0, 1e9) == expected
 
 
 def test_a_suspect_is_cleared_by_one_beat():
-    watched = monitor()
-    assert watched.state(5.0) == "suspect"
-    watched.heard(5.0)
-    assert watched.state(5.0) == "alive"
+    assert states(heard(looked(Beats(0.0), 5.0, RULE), 5.0, RULE), 5.0) == ["alive"]
 
 
 def test_a_lost_peer_returns_after_three_beats_without_a_gap():
-    watched = monitor()
-    states = []
+    beats, found = looked(Beats(0.0), 11.0, RULE), []
     for now in (12.0, 13.0, 14.0):
-        watched.heard(now)
-        states.append(watched.state(now))
-    assert states == ["lost", "lost", "alive"]
+        beats = heard(beats, now, RULE)
+        found += states(beats, now)
+    assert found == ["lost", "lost", "alive"]
+    assert beats == Beats(14.0)
+
+
+def test_a_gap_in_its_return_starts_it_over():
+    beats, found = looked(Beats(0.0), 11.0, RULE), []
+    for now in (12.0, 13.0, 16.0, 17.0, 18.0):
+        beats = heard(beats, now, RULE)
+        found += states(beats, now)
+    assert found == ["lost", "lost", "lost", "lost", "alive"]
 
 
 def test_a_flickering_peer_does_not_return():
-    watched = monitor()
+    beats = looked(Beats(0.0), 10.0, RULE)
     for now in range(20, 200, 5):
-        watched.heard(now)
-        assert watched.state(now) == "lost"
+        beats = heard(looked(beats, float(now), RULE), float(now), RULE)
+        assert states(beats, now) == ["lost"]
+
+
+def test_a_watcher_that_slept_hears_before_it_looks_and_loses_nobody():
+    beats = heard(Beats(0.0), 60.0, RULE)
+    assert looked(beats, 60.0, RULE) == Beats(60.0)
 
 
 @given(st.integers(0, 2**32), st.floats(0, 0.5))
 def test_one_beat_in_five_dropped_at_random_phase_never_loses_a_peer(seed, jitter_s):
     seeded = random.Random(seed)
-    watched, phase = monitor(), seeded.randrange(5)
+    beats, phase = Beats(0.0), seeded.randrange(5)
     for beat in range(1, 300):
         if beat % 5 != phase:
             now = beat + seeded.random() * jitter_s
-            watched.heard(now)
-            assert watched.state(now) == "alive"
-        assert watched.state(beat + 0.99) == "alive"
+            beats = heard(beats, now, RULE)
+            assert states(beats, now) == ["alive"]
+        beats = looked(beats, beat + 0.99, RULE)
+        assert states(beats, beat + 0.99) == ["alive"]
 
 
 @given(st.integers(1, 50))
 def test_all_beats_dropped_is_lost_exactly_in_time(num_beats):
-    watched = monitor()
+    beats = Beats(0.0)
     for beat in range(num_beats):
-        watched.heard(float(beat))
+        beats = heard(beats, float(beat), RULE)
     last = float(num_beats - 1)
-    assert watched.state(last + 9.999) == "suspect"
-    assert watched.state(last + 10.0) == "lost"
+    assert states(beats, last + 9.999, last + 10.0) == ["suspect", "lost"]
 
 
-@given(st.lists(st.floats(0.01, 30.0), max_size=40))
-def test_the_state_changes_exactly_when_foretold(gaps):
-    watched, now = monitor(), 0.0
-    for gap in gaps:
+events = st.lists(st.tuples(st.floats(0.01, 30.0), st.booleans()), max_size=40)
+
+
+@given(events)
+def test_what_is_found_changes_exactly_when_foretold(steps):
+    beats, now = Beats(0.0), 0.0
+    for gap, is_beat in steps:
         now += gap
-        watched.heard(now)
-        state, change_s = watched.state(now), watched.next_change_s(now)
+        beats = (heard if is_beat else looked)(beats, now, RULE)
+        state, change_s = liveness(beats, now, RULE), next_change_s(beats, now, RULE)
         if change_s is None:
             assert state == "lost"
-            assert watched.state(now + 1e6) == "lost"
+            assert states(beats, now + 1e6) == ["lost"]
         else:
-            assert watched.state(now + (change_s - now) * 0.999) == state
-            assert watched.state(change_s + 1e-6) != state
+            assert states(beats, now + (change_s - now) * 0.999) == [state]
+            assert states(beats, change_s + 1e-6) != [state]
 
 
-@given(st.lists(st.floats(0.0, 30.0), max_size=40))
-def test_asking_changes_nothing(gaps):
-    asked, quiet, now = monitor(), monitor(), 0.0
-    for gap in gaps:
+@given(events)
+def test_who_was_found_lost_stays_so_until_enough_beats_came_in_a_row(steps):
+    beats, now, streak, last = Beats(0.0), 0.0, 0, 0.0
+    for gap, is_beat in steps:
         now += gap
-        asked.state(now + 5)
-        asked.heard(now)
-        quiet.heard(now)
-        assert asked.state(now) == quiet.state(now)
+        was_lost = beats.is_lost
+        beats = (heard if is_beat else looked)(beats, now, RULE)
+        if is_beat:
+            streak = streak + 1 if now - last < RULE.suspect_after_s and was_lost else 1
+            last = now
+            assert beats.is_lost == (was_lost and streak < RULE.beats_to_return)
+            streak = streak if beats.is_lost else 0
+        else:
+            assert beats.is_lost == (was_lost or now - last >= RULE.lost_after_s)
+            streak = streak if was_lost else 0
+
+
+@given(st.floats(0.01, 100.0), st.floats(2.001, 50.0))
+def test_a_files_heartbeat_and_loss_always_make_a_rule(interval_s, ratio):
+    rule = beat_rule(interval_s, interval_s * ratio)
+    assert rule.suspect_after_s <= 2.5 * interval_s
 
 
 def test_times_that_would_lose_a_peer_for_one_missed_beat_are_our_own_fault():
     with pytest.raises(AssertionError):
-        HeartbeatMonitor(0.0, interval_s=1.0, suspect_after_s=1.5, lost_after_s=10.0)
+        BeatRule(interval_s=1.0, suspect_after_s=1.5, lost_after_s=10.0)
