@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from kernels import backends
+from kernels.activations import ACTIVATIONS, Activation
 from kernels.backends import set_num_threads
+from kernels.heads import HeadsWeight
 from kernels.packing import ITEM_BYTES, KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
 from kernels.reference.dispatch import Dispatched
+from kernels.reference.gate_topk import SCORES, GateRule
 from kernels.reference.rope import rope_table
 from kernels.weights import ExpertBank, ExpertWeight, LinearWeight
 
@@ -21,6 +24,7 @@ __all__ = [
     "Dispatched",
     "ExpertBank",
     "ExpertWeight",
+    "HeadsWeight",
     "LinearWeight",
     "combine",
     "dispatch",
@@ -28,10 +32,13 @@ __all__ = [
     "gate_topk",
     "grouped_ffn",
     "head_norm_rope",
+    "kv_copy",
     "kv_write",
     "linear",
+    "linear_heads",
     "pack_expert",
     "pack_linear",
+    "pack_linear_heads",
     "pack_linear_rows",
     "packed_expert_bytes",
     "packed_linear_bytes",
@@ -39,6 +46,7 @@ __all__ = [
     "rms_norm",
     "rope_table",
     "set_num_threads",
+    "soft_cap",
 ]
 
 F32, I32 = torch.float32, torch.int32
@@ -73,14 +81,20 @@ def _dense(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) 
 
 
 def _heads(name: str, tensor: Tensor, T: int, heads: int, P: int) -> None:
-    """Check float32 [T, heads, P] whose rows may be strided, each row dense."""
+    """Check float32 [T, heads, P] whose rows and heads may be strided, each head dense."""
     if (
         tensor.shape != (T, heads, P)
         or tensor.dtype is not F32
         or not tensor.is_cpu
-        or (T > 0 and not tensor[0].is_contiguous())
+        or (P > 1 and tensor.stride(2) != 1)
     ):
         raise _wrong(name, tensor, F32, (T, heads, P))
+
+
+def _vector(name: str, tensor: Tensor | None, length: int) -> None:
+    """Check float32 [length], or None."""
+    if tensor is not None:
+        _dense(name, tensor, F32, (length,))
 
 
 def _packed_dtype(name: str, weight: Tensor, format: str) -> torch.dtype:
@@ -113,18 +127,63 @@ def pack_linear_rows(weights: Sequence[Tensor], *, format: str = AS_STORED) -> L
     return LinearWeight(N, K, str(dtype).removeprefix("torch."), backend.pack_rows(weights, dtype), backend)
 
 
-def pack_expert(gate: Tensor, up: Tensor, down: Tensor, *, format: str = AS_STORED) -> ExpertWeight:
-    """Pack one expert: gate and up [F, D], down [D, F]."""
-    dtype = _packed_dtype("gate", gate, format)
-    if gate.dim() != 2:
-        raise _wrong("gate", gate, gate.dtype, ("F", "D"))
-    F, D = gate.shape
-    for name, weight, shape in (("up", up, (F, D)), ("down", down, (D, F))):
-        if weight.shape != shape or weight.dtype is not gate.dtype:
-            raise _wrong(name, weight, gate.dtype, shape)
+def pack_linear_heads(weights: Tensor, *, format: str = AS_STORED) -> HeadsWeight:
+    """Pack one matrix per head, weights [H, N, K] of any strides (the products of latent attention)."""
+    if weights.dim() != 3 or not len(weights):
+        raise _wrong("weights", weights, weights.dtype, ("heads", "N", "K"))
+    heads = tuple(pack_linear(weight, format=format) for weight in weights)
+    return HeadsWeight(heads, heads[0].backend.new_heads([head.handle for head in heads]))
+
+
+def pack_expert(
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    *,
+    format: str = AS_STORED,
+    activation: str = "swiglu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> ExpertWeight:
+    """Pack one expert: gate and up [F, D], down [D, F], any strides; biases [F], [F], [D], kept in float32.
+
+    activation  "swiglu"          silu(gate) * up
+                "geglu_tanh"      gelu(gate) * up, gelu by its tanh formula
+                "clamped_swiglu"  (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-limit
+                "relu"            max(up, 0): two matrices, `gate` is None
+    """
+    dtype = _packed_dtype("up", up, format)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: found {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+    if (gate is None) != (activation == "relu"):
+        found = "None" if gate is None else str(list(gate.shape))
+        wanted = "None" if activation == "relu" else "[F, D]"
+        raise ValueError(f"gate: found {found} with activation {activation!r}, expected {wanted}")
+    if up.dim() != 2:
+        raise _wrong("up", up, up.dtype, ("F", "D"))
+    F, D = up.shape
+    for name, weight, shape in (("gate", gate, (F, D)), ("down", down, (D, F))):
+        if weight is not None and (weight.shape != shape or weight.dtype is not up.dtype):
+            raise _wrong(name, weight, up.dtype, shape)
+    for name, bias, length in (
+        ("gate_bias", gate_bias, F),
+        ("up_bias", up_bias, F),
+        ("down_bias", down_bias, D),
+    ):
+        if bias is not None and (bias.shape != (length,) or (name == "gate_bias" and gate is None)):
+            raise ValueError(
+                f"{name}: found {list(bias.shape)}, expected [{length}] of a matrix that is there"
+            )
     backend = backends.active()
-    handle = backend.pack_expert(gate, up, down, dtype)
-    return ExpertWeight(D, F, str(dtype).removeprefix("torch."), handle, backend)
+    biases = (gate_bias, up_bias, down_bias)
+    rule = Activation(activation, alpha, float("inf") if limit is None else limit)
+    handle = backend.pack_expert(gate, up, down, dtype, rule, biases)
+    format = str(dtype).removeprefix("torch.")
+    has_biases = any(bias is not None for bias in biases)
+    return ExpertWeight(D, F, format, handle, backend, gate is not None, has_biases)
 
 
 def _declined(op: str) -> AssertionError:
@@ -136,24 +195,49 @@ def _declined(op: str) -> AssertionError:
 # something does not fit, and then the checks say what.
 
 
-def linear(x: Tensor, w: LinearWeight, *, out: Tensor | None = None, add: bool = False) -> Tensor:
-    """x [T, K] times w transposed: [T, N]. With `add`, out += the finished product (out is the residual)."""
+def linear(
+    x: Tensor, w: LinearWeight, *, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
+) -> Tensor:
+    """x [T, K] times w transposed, plus bias [N]: [T, N]. With `add`, out += the finished sum (out is the residual)."""
     backend = w.backend
     if out is None or not backend.CHECKS:
-        out = _check_linear(x, w, out, add)
-    if backend.linear(x, w.handle, out, add) is False:
-        _check_linear(x, w, out, add)
+        out = _check_linear(x, w, bias, out, add)
+    if backend.linear(x, w.handle, bias, out, add) is False:
+        _check_linear(x, w, bias, out, add)
         raise _declined("linear")
     return out
 
 
-def _check_linear(x: Tensor, w: LinearWeight, out: Tensor | None, add: bool) -> Tensor:
+def _check_linear(x: Tensor, w: LinearWeight, bias: Tensor | None, out: Tensor | None, add: bool) -> Tensor:
     _rows("x", x, w.num_inputs)
+    _vector("bias", bias, w.num_outputs)
     if out is None:
         if add:
             raise ValueError("out: found None, expected the residual to add to")
         return torch.empty(x.shape[0], w.num_outputs)
     _rows("out", out, w.num_outputs, x.shape[0])
+    return out
+
+
+def linear_heads(x: Tensor, w: HeadsWeight, *, out: Tensor | None = None) -> Tensor:
+    """Head h of x [T, H, K] times matrix h transposed: [T, H, N]."""
+    backend = w.backend
+    if out is None or not backend.CHECKS:
+        out = _check_linear_heads(x, w, out)
+    if backend.linear_heads(x, w.handle, out) is False:
+        _check_linear_heads(x, w, out)
+        raise _declined("linear_heads")
+    return out
+
+
+def _check_linear_heads(x: Tensor, w: HeadsWeight, out: Tensor | None) -> Tensor:
+    if x.dim() != 3:
+        raise _wrong("x", x, F32, ("T", w.num_heads, w.num_inputs))
+    T = x.shape[0]
+    _heads("x", x, T, w.num_heads, w.num_inputs)
+    if out is None:
+        return torch.empty(T, w.num_heads, w.num_outputs)
+    _heads("out", out, T, w.num_heads, w.num_outputs)
     return out
 
 
@@ -179,8 +263,8 @@ def _check_embed(token_ids: Tensor, w: LinearWeight, out: Tensor | None) -> Tens
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
-    """Rows [T, D] scaled to a mean square of 1, times weight [D]."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """Rows [T, D] scaled to a mean square of 1, times weight [D] if there is one. `out` may be x."""
     backend = backends.active()
     if out is None or not backend.CHECKS:
         out = _check_rms_norm(x, weight, out)
@@ -190,12 +274,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
     return out
 
 
-def _check_rms_norm(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
-    if weight.dim() != 1:
+def _check_rms_norm(x: Tensor, weight: Tensor | None, out: Tensor | None) -> Tensor:
+    if weight is not None and weight.dim() != 1:
         raise _wrong("weight", weight, F32, ("D",))
-    D = weight.shape[0]
+    if weight is None and x.dim() != 2:
+        raise _wrong("x", x, F32, ("rows", "D"))
+    D = x.shape[1] if weight is None else weight.shape[0]
     _rows("x", x, D)
-    _dense("weight", weight, F32, (D,))
+    _vector("weight", weight, D)
     if out is None:
         return torch.empty(x.shape[0], D)
     _rows("out", out, D, x.shape[0])
@@ -203,13 +289,23 @@ def _check_rms_norm(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
 
 
 def head_norm_rope(
-    x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, positions: Tensor
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    interleaved: bool = False,
 ) -> None:
-    """Norm the heads of x [T, H, P] (if weight [P] is given), then rotate them by their positions. In place."""
+    """Norm the heads of x [T, H, P] (if weight [P] is given), then turn their first 2 * columns by position. In place.
+
+    With C columns in cos and sin [S, C], pairs (p, p + C) turn, or (2p, 2p + 1) if `interleaved`; C may be 0.
+    """
     backend = backends.active()
     if not backend.CHECKS:
         _check_head_norm_rope(x, weight, cos, sin, positions)
-    if backend.head_norm_rope(x, weight, eps, cos, sin, positions) is False:
+    if backend.head_norm_rope(x, weight, eps, cos, sin, positions, interleaved) is False:
         _check_head_norm_rope(x, weight, cos, sin, positions)
         raise _declined("head_norm_rope")
 
@@ -217,28 +313,49 @@ def head_norm_rope(
 def _check_head_norm_rope(
     x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor
 ) -> None:
-    if x.dim() != 3 or x.dtype is not F32 or not x.is_cpu or x.shape[2] % 2 or x.stride(2) != 1:
-        raise _wrong("x", x, F32, ("T", "H", "P even"))
-    T, _, P = x.shape
-    if weight is not None:
-        _dense("weight", weight, F32, (P,))
-    _dense("cos", cos, F32, (cos.shape[0], P // 2))
+    if x.dim() != 3:
+        raise _wrong("x", x, F32, ("T", "H", "P"))
+    T, H, P = x.shape
+    _heads("x", x, T, H, P)
+    _vector("weight", weight, P)
+    if cos.dim() != 2 or 2 * cos.shape[1] > P:
+        raise _wrong("cos", cos, F32, ("S", f"at most {P // 2}"))
+    _dense("cos", cos, F32, cos.shape)
     _dense("sin", sin, F32, cos.shape)
     _dense("positions", positions, I32, (T,))
 
 
-def _check_pages(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int]:
-    """Check the pages of one layer; their G and P."""
+def soft_cap(x: Tensor, cap: float) -> None:
+    """x [T, N] = cap * tanh(x / cap), in place."""
+    backend = backends.active()
+    if not backend.CHECKS:
+        _check_soft_cap(x, cap)
+    if backend.soft_cap(x, cap) is False:
+        _check_soft_cap(x, cap)
+        raise _declined("soft_cap")
+
+
+def _check_soft_cap(x: Tensor, cap: float) -> None:
+    if not cap > 0:
+        raise ValueError(f"cap: found {cap}, expected more than 0")
+    _rows("x", x, x.shape[-1] if x.dim() else 0)
+
+
+def _check_pages(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int, int]:
+    """Check the pages of one layer; their G, P and Pv."""
     if k_pages.dim() != 4:
         raise _wrong("k_pages", k_pages, F32, ("num_blocks", "G", "P", KV_BLOCK_TOKENS))
     num_blocks, G, P, _ = k_pages.shape
     _dense("k_pages", k_pages, F32, (num_blocks, G, P, KV_BLOCK_TOKENS))
-    _dense("v_pages", v_pages, F32, (num_blocks, G, KV_BLOCK_TOKENS, P))
-    return G, P
+    if v_pages.dim() != 4:
+        raise _wrong("v_pages", v_pages, F32, (num_blocks, G, KV_BLOCK_TOKENS, "Pv"))
+    Pv = v_pages.shape[3]
+    _dense("v_pages", v_pages, F32, (num_blocks, G, KV_BLOCK_TOKENS, Pv))
+    return G, P, Pv
 
 
 def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Write keys and values [T, G, P] to slots [T] (block * 16 + offset) of one layer's pages."""
+    """Write keys [T, G, P] and values [T, G, Pv] to slots [T] (block * 16 + offset) of one layer's pages."""
     backend = backends.active()
     if not backend.CHECKS:
         _check_kv_write(k, v, k_pages, v_pages, slots)
@@ -248,13 +365,24 @@ def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tens
 
 
 def _check_kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    G, P = _check_pages(k_pages, v_pages)
+    G, P, Pv = _check_pages(k_pages, v_pages)
     if slots.dim() != 1:
         raise _wrong("slots", slots, I32, ("T",))
     T = slots.shape[0]
     _dense("slots", slots, I32, (T,))
     _heads("k", k, T, G, P)
-    _heads("v", v, T, G, P)
+    _heads("v", v, T, G, Pv)
+
+
+def kv_copy(pages: Tensor, source: Tensor, destination: Tensor) -> None:
+    """Copy blocks source [n] to destination [n] of pages [num_blocks, ...]; no block is in both lists."""
+    if not pages.is_cpu or not pages.is_contiguous() or pages.dim() < 2:
+        raise _wrong("pages", pages, pages.dtype, ("num_blocks", "..."))
+    if source.dim() != 1:
+        raise _wrong("source", source, I32, ("n",))
+    _dense("source", source, I32, source.shape)
+    _dense("destination", destination, I32, source.shape)
+    backends.active().kv_copy(pages, source, destination)
 
 
 def paged_attention(
@@ -266,15 +394,26 @@ def paged_attention(
     row_position: Tensor,
     scale: float,
     *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of rows q [T, H, P] over positions 0..row_position of their requests: [T, H, P]."""
+    """Attention of rows q [T, H, P] over positions 0..row_position of their requests: [T, H, Pv].
+
+    window    a row sees at most this many last positions, its own included
+    sinks     [H], one more logit in each head's softmax, which takes weight and gives no value
+    soft_cap  scores pass cap * tanh(score / cap)
+    """
     backend = backends.active()
+    extras = window, sinks, soft_cap
     if out is None or not backend.CHECKS:
-        out = _check_paged_attention(q, k_pages, v_pages, block_tables, row_request, row_position, out)
-    rows = row_request, row_position, scale, out
+        out = _check_paged_attention(
+            q, k_pages, v_pages, block_tables, row_request, row_position, extras, out
+        )
+    rows = row_request, row_position, scale, window, sinks, soft_cap, out
     if backend.paged_attention(q, k_pages, v_pages, block_tables, *rows) is False:
-        _check_paged_attention(q, k_pages, v_pages, block_tables, row_request, row_position, out)
+        _check_paged_attention(q, k_pages, v_pages, block_tables, row_request, row_position, extras, out)
         raise _declined("paged_attention")
     return out
 
@@ -286,9 +425,10 @@ def _check_paged_attention(
     block_tables: Tensor,
     row_request: Tensor,
     row_position: Tensor,
+    extras: tuple[int | None, Tensor | None, float | None],
     out: Tensor | None,
 ) -> Tensor:
-    G, P = _check_pages(k_pages, v_pages)
+    G, P, Pv = _check_pages(k_pages, v_pages)
     if q.dim() != 3 or q.shape[1] % G:
         raise _wrong("q", q, F32, ("T", f"H a multiple of {G}", P))
     T, H, _ = q.shape
@@ -298,33 +438,90 @@ def _check_paged_attention(
     _dense("block_tables", block_tables, I32, block_tables.shape)
     _dense("row_request", row_request, I32, (T,))
     _dense("row_position", row_position, I32, (T,))
+    window, sinks, soft_cap = extras
+    if window is not None and window < 1:
+        raise ValueError(f"window: found {window}, expected 1 or more, or None")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap: found {soft_cap}, expected more than 0, or None")
+    _vector("sinks", sinks, H)
     if out is None:
-        return torch.empty(T, H, P)
-    _heads("out", out, T, H, P)
+        return torch.empty(T, H, Pv)
+    _heads("out", out, T, H, Pv)
     return out
 
 
 def gate_topk(
-    logits: Tensor, k: int, *, renormalise: bool, out: tuple[Tensor, Tensor] | None = None
+    logits: Tensor,
+    k: int,
+    *,
+    renormalise: bool,
+    scores: str = "softmax",
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    expert_scale: Tensor | None = None,
+    selection_bias: Tensor | None = None,
+    counts: Tensor | None = None,
+    count_rows: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k best experts of each row of logits [T, E], ties to the lowest id: ids and weights [T, k]."""
+    """The k best experts of each row of logits [T, E], ties to the lowest id: ids and weights [T, k].
+
+    scores          "softmax" over all, "softmax_of_top_k", or "sigmoid"
+    renormalise     weights divided by their sum
+    num_groups      experts in equal groups, of which the `top_groups` best may be chosen from; a group counts by its best
+                    expert, with a selection bias by the sum of its best two
+    scale           times every weight, as is expert_scale [E] of the chosen
+    selection_bias  [E] added to the scores to choose, not to weigh
+    counts          [n, E] int8 or int32, rows may be strided: counts[count_rows[t], id] += 1 for each choice of row t;
+                    count_rows [T] int32, -1 for rows that are not counted
+    """
     backend = backends.active()
+    rule = GateRule(renormalise, scores, num_groups, top_groups, scale, expert_scale, selection_bias)
+    counting = counts, count_rows
     if out is None or not backend.CHECKS:
-        out = _check_gate_topk(logits, k, out)
+        out = _check_gate_topk(logits, k, rule, counting, out)
     ids, weights = out
-    if backend.gate_topk(logits, k, renormalise, ids, weights) is False:
-        _check_gate_topk(logits, k, out)
+    if backend.gate_topk(logits, k, rule, counts, count_rows, ids, weights) is False:
+        _check_gate_topk(logits, k, rule, counting, out)
         raise _declined("gate_topk")
     return out
 
 
-def _check_gate_topk(logits: Tensor, k: int, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+def _check_gate_topk(
+    logits: Tensor,
+    k: int,
+    rule: GateRule,
+    counting: tuple[Tensor | None, Tensor | None],
+    out: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
     if logits.dim() != 2:
         raise _wrong("logits", logits, F32, ("T", "E"))
     T, E = logits.shape
     _rows("logits", logits, E)
-    if not 1 <= k <= E:
-        raise ValueError(f"k: found {k}, expected 1 to {E}, the number of experts")
+    if rule.scores not in SCORES:
+        raise ValueError(f"scores: found {rule.scores!r}, expected one of {', '.join(SCORES)}")
+    if rule.num_groups < 1 or E % rule.num_groups or not 1 <= rule.top_groups <= rule.num_groups:
+        raise ValueError(
+            f"num_groups, top_groups: found {rule.num_groups}, {rule.top_groups}, expected a divisor of {E} and at most that"
+        )
+    choice = E // rule.num_groups * rule.top_groups
+    if not 1 <= k <= choice:
+        raise ValueError(f"k: found {k}, expected 1 to {choice}, the number of experts")
+    _vector("expert_scale", rule.expert_scale, E)
+    _vector("selection_bias", rule.selection_bias, E)
+    counts, count_rows = counting
+    if (counts is None) != (count_rows is None):
+        raise ValueError("counts, count_rows: found one without the other, expected both or neither")
+    if counts is not None:
+        if (
+            counts.dtype not in (torch.int8, I32)
+            or counts.dim() != 2
+            or counts.shape[1] != E
+            or counts.stride(1) != 1
+        ):
+            raise _wrong("counts", counts, I32, ("n", E))
+        _dense("count_rows", count_rows, I32, (T,))
     if out is None:
         return torch.empty(T, k, dtype=I32), torch.empty(T, k)
     _dense("out[0]", out[0], I32, (T, k))
@@ -359,12 +556,9 @@ def grouped_ffn(
     expert_ids: Tensor,
     bank: ExpertBank,
     *,
-    activation: str = "swiglu",
     out: Tensor | None = None,
 ) -> Tensor:
     """Row rows[i] of x [T, D] through expert expert_ids[i] of the bank, unweighted: [R, D]."""
-    if activation != "swiglu":
-        raise ValueError(f"activation: found {activation!r}, expected 'swiglu'")
     backend = bank.backend
     if out is None or backend is None or not backend.CHECKS:
         out = _check_grouped_ffn(x, rows, expert_ids, bank, out)

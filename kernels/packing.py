@@ -10,6 +10,9 @@ def packed_linear_bytes(N: int, K: int, itemsize: int) -> int:
     return -(-N // LANES) * LANES * (K + K % 2) * itemsize
 
 
-def packed_expert_bytes(D: int, F: int, itemsize: int) -> int:
-    """Bytes of one packed expert of width D and inner width F: gate and up [F, D] each, down [D, F]."""
-    return 2 * packed_linear_bytes(F, D, itemsize) + packed_linear_bytes(D, F, itemsize)
+def packed_expert_bytes(D: int, F: int, itemsize: int, *, gated: bool = True, biases: bool = False) -> int:
+    """Bytes of one packed expert of width D and inner width F: gate (if gated) and up [F, D], down [D, F], biases float32."""
+    first = 2 if gated else 1
+    values = first * packed_linear_bytes(F, D, itemsize) + packed_linear_bytes(D, F, itemsize)
+    bias_values = first * -(-F // LANES) * LANES + -(-D // LANES) * LANES
+    return values + (4 * bias_values if biases else 0)

@@ -31,10 +31,15 @@ class ExpertWeight:
     format: str
     handle: Any = field(repr=False)
     backend: Any = field(repr=False)
+    gated: bool = True
+    """Three matrices; without a gate two."""
+    has_biases: bool = False
 
     @property
     def nbytes(self) -> int:
-        return packed_expert_bytes(self.D, self.F, ITEM_BYTES[self.format])
+        return packed_expert_bytes(
+            self.D, self.F, ITEM_BYTES[self.format], gated=self.gated, biases=self.has_biases
+        )
 
 
 class ExpertBank:

@@ -7,10 +7,10 @@ from kernels.reference.combine import combine
 from kernels.reference.dispatch import dispatch
 from kernels.reference.gate_topk import gate_topk
 from kernels.reference.grouped_ffn import grouped_ffn, new_bank, pack_expert
-from kernels.reference.kv_blocks import kv_write
-from kernels.reference.linear import embed, linear, pack_rows
+from kernels.reference.kv_blocks import kv_copy, kv_write
+from kernels.reference.linear import embed, linear, linear_heads, new_heads, pack_rows
 from kernels.reference.paged_attention import paged_attention
-from kernels.reference.rms_norm import rms_norm
+from kernels.reference.rms_norm import rms_norm, soft_cap
 from kernels.reference.rope import head_norm_rope
 
 CHECKS = False
@@ -34,13 +34,17 @@ __all__ = [
     "gate_topk",
     "grouped_ffn",
     "head_norm_rope",
+    "kv_copy",
     "kv_write",
     "linear",
+    "linear_heads",
     "new_bank",
+    "new_heads",
     "num_threads",
     "pack_expert",
     "pack_rows",
     "paged_attention",
     "rms_norm",
     "set_num_threads",
+    "soft_cap",
 ]

@@ -5,13 +5,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.activations import Activation
 from kernels.reference.chain import chain
+
+Biases = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class PlainExpert(NamedTuple):
-    gate: Tensor
+    gate: Tensor | None
     up: Tensor
     down: Tensor
+    activation: Activation
+    biases: Biases
+    """Of gate, up and down, float32."""
 
 
 class PlainBank(dict[int, PlainExpert]):
@@ -40,27 +46,52 @@ class PlainBank(dict[int, PlainExpert]):
                 raise ValueError(f"rows: entry {i} is {row}, expected 0 to {T - 1}")
 
 
-def pack_expert(gate: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> PlainExpert:
-    return PlainExpert(*(weight.detach().to(dtype).clone() for weight in (gate, up, down)))
+def pack_expert(
+    gate: Tensor | None, up: Tensor, down: Tensor, dtype: torch.dtype, activation: Activation, biases: Biases
+) -> PlainExpert:
+    gate, up, down = (w if w is None else w.detach().to(dtype).clone() for w in (gate, up, down))
+    gate_bias, up_bias, down_bias = (b if b is None else b.detach().float().clone() for b in biases)
+    return PlainExpert(gate, up, down, activation, (gate_bias, up_bias, down_bias))
 
 
 def new_bank(num_experts: int, D: int) -> PlainBank:
     return PlainBank(num_experts)
 
 
+def activate(gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
+    """What goes into `down`, elementwise. gelu by its tanh formula is x * sigmoid(2 u)."""
+    kind, alpha, limit = activation
+    if gate is None:
+        return up.clamp(min=0.0)
+    if kind == "swiglu":
+        return gate / (1.0 + torch.exp(-gate)) * up
+    if kind == "geglu_tanh":
+        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate / (1.0 + torch.exp(-2.0 * u)) * up
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1.0) * (gate / (1.0 + torch.exp(-alpha * gate)))
+
+
+def add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias
+
+
 def grouped_ffn(x: Tensor, rows: Tensor, expert_ids: Tensor, bank: PlainBank, out: Tensor) -> None:
-    """Put each routed row through its expert: down(silu(gate x) * (up x)), unweighted.
+    """Put each routed row through its expert, unweighted: down(activation(gate x, up x)), biases where there are any.
 
     x           [T, D]  float32
     rows        [R]     int32, the row of x each routed row takes; outside [0, T): ValueError
     expert_ids  [R]     int32; not resident: IndexError naming the id
     out         [R, D]  float32, in the order of `rows`
 
-    Gate, up and down [F, D], [F, D], [D, F] are widened to float32; every product is one chain over k.
+    Gate, up and down [F, D], [F, D], [D, F] are widened to float32; every product is one chain over k, to which the bias
+    is added. The activations: see `ops.pack_expert`.
     """
     bank.check(expert_ids, rows, len(x))
     for i, (row, expert_id) in enumerate(zip(rows.tolist(), expert_ids.tolist(), strict=True)):
         expert = bank[expert_id]
-        gate, up = (chain(x[row][None], weight.float()) for weight in (expert.gate, expert.up))
-        inner = gate / (1.0 + torch.exp(-gate)) * up
-        out[i] = chain(inner, expert.down.float())[0]
+        gate_bias, up_bias, down_bias = expert.biases
+        taken = x[row][None]
+        gate = None if expert.gate is None else add_bias(chain(taken, expert.gate.float()), gate_bias)
+        inner = activate(gate, add_bias(chain(taken, expert.up.float()), up_bias), expert.activation)
+        out[i] = add_bias(chain(inner, expert.down.float()), down_bias)[0]

@@ -13,15 +13,34 @@ def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([weight.detach().to(dtype) for weight in weights]).clone()
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor, add: bool) -> None:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:
     """Multiply rows by a weight, widened to float32; every output is one chain of fused multiply-adds over k.
 
     x       [T, K]  float32
     weight  [N, K]  bfloat16, float16 or float32
-    out     [T, N]  float32; with `add` the finished product is added to what stands there (the residual)
+    bias    [N]     float32 or None, added to the finished chain
+    out     [T, N]  float32; with `add` the finished sum is added to what stands there (the residual)
     """
     product = chain(x, weight.float())
+    if bias is not None:
+        product = product + bias
     out.copy_(out + product if add else product)
+
+
+def new_heads(handles: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The handle of several weights that serve one head each."""
+    return tuple(handles)
+
+
+def linear_heads(x: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
+    """Multiply each head by its own weight.
+
+    x        [T, H, K]  float32; rows and heads may be strided
+    weights  H times [N, K]
+    out      [T, H, N]  float32, strided likewise
+    """
+    for h, weight in enumerate(weights):
+        linear(x[:, h], weight, None, out[:, h], False)
 
 
 def embed(token_ids: Tensor, weight: Tensor, out: Tensor) -> None:

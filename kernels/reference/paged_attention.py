@@ -14,18 +14,24 @@ def paged_attention(
     row_request: Tensor,
     row_position: Tensor,
     scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    soft_cap: float | None,
     out: Tensor,
 ) -> None:
     """Let row t attend to positions 0..row_position[t] of request row_request[t], prefill and decode rows alike.
 
-    q             [T, H, P]               float32; rows may be strided, heads are dense
-    k_pages       [num_blocks, G, P, 16]  float32
-    v_pages       [num_blocks, G, 16, P]  float32
-    block_tables  [B, M]                  int32, blocks of each request in order; entries behind its last are not read
-    row_request   [T]                     int32
-    row_position  [T]                     int32
-    scale                                 applied to finished scores
-    out           [T, H, P]               float32
+    q             [T, H, P]                float32; rows and heads may be strided
+    k_pages       [num_blocks, G, P, 16]   float32
+    v_pages       [num_blocks, G, 16, Pv]  float32
+    block_tables  [B, M]                   int32, blocks of each request in order; entries that no row sees are not read
+    row_request   [T]                      int32
+    row_position  [T]                      int32
+    scale                                  applied to finished scores
+    window                                 a row sees at most this many last positions, its own included; None: all
+    sinks         [H]                      float32 or None: one more logit of the softmax, not scaled, without a value
+    soft_cap                               scaled scores s become soft_cap * tanh(s / soft_cap); None: they stay
+    out           [T, H, Pv]               float32
 
     Query head h reads kv head h * G // H. Scores are chains over p, outputs chains over tokens in order of the
     unnormalised probabilities, divided by their sum at the end. What stands in unused lanes of a block is never used.
@@ -38,14 +44,23 @@ def paged_attention(
         if not 0 <= position < block_tables.shape[1] * 16:
             limit = block_tables.shape[1] * 16 - 1
             raise ValueError(f"row_position: entry {t} is {position}, expected 0 to {limit}")
-        blocks = block_tables[request, : position // 16 + 1].long()
+        begin = 0 if window is None else max(0, position + 1 - window)
+        blocks = block_tables[request, begin // 16 : position // 16 + 1].long()
         if not 0 <= int(blocks.min()) <= int(blocks.max()) < len(k_pages):
             raise ValueError(f"block_tables: found {blocks.tolist()}, expected 0 to {len(k_pages) - 1}")
-        length = position + 1
+        first = begin % 16
+        length = position + 1 - begin // 16 * 16
         for h in range(q.shape[1]):
             g = h // heads_per_group
             keys = k_pages[blocks, g].permute(0, 2, 1).reshape(-1, q.shape[2])[:length]
-            values = v_pages[blocks, g].reshape(-1, q.shape[2])[:length]
+            values = v_pages[blocks, g].reshape(-1, v_pages.shape[3])[first:length]
             scores = chain(q[t, h][None], keys)[0] * scale
-            unnormalised = torch.exp(scores - scores.max())
-            out[t, h] = chain(unnormalised[None], values.T)[0] / lane_sum(unnormalised)
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            top = scores[first:].max() if sinks is None else torch.maximum(scores[first:].max(), sinks[h])
+            unnormalised = torch.exp(scores - top)
+            unnormalised[:first] = 0.0
+            total = lane_sum(unnormalised)
+            if sinks is not None:
+                total = total + torch.exp(sinks[h] - top)
+            out[t, h] = chain(unnormalised[None, first:], values.T)[0] / total

@@ -74,26 +74,32 @@ def random():
 
 @pytest.fixture
 def make_bank(random):
-    """make_bank(E, D, F, dtype) -> (bank, plain) with every expert resident, packed by the backend that serves."""
+    """make_bank(E, D, F, dtype, biases, **activation) -> (bank, plain), every expert resident, packed by who serves.
 
-    def make(E, D, F, dtype=torch.bfloat16):
-        plain = [
-            tuple(
-                w.to(dtype)
-                for w in (
-                    random(F, D, scale=D**-0.5),
-                    random(F, D, scale=D**-0.5),
-                    random(D, F, scale=F**-0.5),
-                )
-            )
-            for _ in range(E)
-        ]
+    plain holds what `ops.pack_expert` takes; make_bank.of packs it again.
+    """
+
+    def make(E, D, F, dtype=torch.bfloat16, biases=False, **activation):
+        def one():
+            gate, up = random(F, D, scale=D**-0.5).to(dtype), random(F, D, scale=D**-0.5).to(dtype)
+            gated = activation.get("activation") != "relu"
+            expert = {
+                "gate": gate if gated else None,
+                "up": up,
+                "down": random(D, F, scale=F**-0.5).to(dtype),
+            }
+            if biases:
+                expert |= {"up_bias": random(F), "down_bias": random(D).to(dtype)}
+                expert |= {"gate_bias": random(F)} if gated else {}
+            return {**expert, **activation}
+
+        plain = [one() for _ in range(E)]
         return fill_bank(plain, D, F), plain
 
     def fill_bank(plain, D, F):
         bank = ops.ExpertBank(len(plain), D, F)
-        for i, (gate, up, down) in enumerate(plain):
-            bank.set(i, ops.pack_expert(gate, up, down))
+        for i, expert in enumerate(plain):
+            bank.set(i, ops.pack_expert(**expert))
         return bank
 
     make.of = fill_bank
@@ -102,20 +108,21 @@ def make_bank(random):
 
 @pytest.fixture
 def make_pages(random):
-    """make_pages(lengths, G, P) -> pages with poison wherever no token was written, tables, and the plain keys and values."""
+    """make_pages(lengths, G, P, Pv) -> pages with poison wherever no token was written, tables, and the plain keys and values."""
 
-    def make(lengths, G, P, spare=2):
+    def make(lengths, G, P, Pv=None, spare=2):
+        Pv = P if Pv is None else Pv
         need = [-(-n // 16) for n in lengths]
         num_blocks = sum(need) + spare
         order = random.permutation(num_blocks).tolist()
         k_pages = torch.full((num_blocks, G, P, 16), torch.nan)
-        v_pages = torch.full((num_blocks, G, 16, P), torch.nan)
+        v_pages = torch.full((num_blocks, G, 16, Pv), torch.nan)
         tables = torch.full((len(lengths), max(need) + 1), 2**30, dtype=torch.int32)
         plain = []
         for request, length in enumerate(lengths):
             blocks = [order.pop() for _ in range(need[request])]
             tables[request, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-            k, v = random(length, G, P), random(length, G, P)
+            k, v = random(length, G, P), random(length, G, Pv)
             slots = torch.tensor([blocks[i // 16] * 16 + i % 16 for i in range(length)], dtype=torch.int32)
             ops.kv_write(k, v, k_pages, v_pages, slots)
             plain.append((k, v))

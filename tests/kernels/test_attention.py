@@ -108,3 +108,115 @@ def test_a_row_that_points_nowhere_is_refused(backend, random, make_pages, pair,
     k_pages, v_pages, tables, _ = make_pages([20], 1, 16)
     with pytest.raises(ValueError, match=name):
         ops.paged_attention(random(1, 1, 16), k_pages, v_pages, tables, *rows_of(pair), 1.0)
+
+
+EXTRAS = {
+    "window 1": {"window": 1},
+    "window 7": {"window": 7},
+    "window 16": {"window": 16},
+    "window 33": {"window": 33},
+    "sinks": {"sinks": True},
+    "soft cap": {"soft_cap": 2.0},
+    "all": {"window": 20, "sinks": True, "soft_cap": 5.0},
+}
+
+
+def extras_of(name, random, H):
+    return {key: random(H) if key == "sinks" else value for key, value in EXTRAS[name].items()}
+
+
+def attended(q, k, v, position, window=None, sinks=None, soft_cap=None):
+    """One row by its formula: q [H, P], k [n, G, P], v [n, G, Pv]."""
+    first = 0 if window is None else max(0, position + 1 - window)
+    k, v = (x[first : position + 1].repeat_interleave(len(q) // x.shape[1], dim=1).double() for x in (k, v))
+    scores = torch.einsum("hp,nhp->hn", q.double(), k) * q.shape[1] ** -0.5
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None].double()], dim=1)
+    weights = scores.softmax(dim=-1)[:, : len(k)]
+    return torch.einsum("hn,nhp->hp", weights, v).float()
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("H, G, P, Pv", [(4, 2, 16, 16), (6, 1, 20, 12), (12, 1, 40, 32), (3, 3, 8, 33)])
+def test_windows_sinks_caps_and_narrow_values_agree_with_the_reference_and_their_formula(
+    backend, by_reference, random, make_pages, H, G, P, Pv, name
+):
+    k_pages, v_pages, tables, plain = make_pages([50, 33, 7], G, P, Pv)
+    pairs = [*((0, t) for t in (14, 15, 16, 17, 47, 49)), (1, 32), (1, 3), (2, 0), (2, 6)]
+    q, rows, extras = random(len(pairs), H, P), rows_of(*pairs), extras_of(name, random, H)
+    out = ops.paged_attention(q, k_pages, v_pages, tables, *rows, P**-0.5, **extras)
+    assert out.shape == (len(pairs), H, Pv)
+    expected = by_reference(
+        lambda: ops.paged_attention(q, k_pages, v_pages, tables, *rows, P**-0.5, **extras)
+    )
+    torch.testing.assert_close(out, expected)
+    for t, (request, position) in enumerate(pairs):
+        torch.testing.assert_close(
+            out[t], attended(q[t], *plain[request], position, **extras), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_blocks_outside_the_window_are_neither_read_nor_looked_up(backend, random, make_pages):
+    k_pages, v_pages, tables, _ = make_pages([70], 2, 16)
+    q, rows = random(6, 4, 16), rows_of(*((0, t) for t in range(64, 70)))
+    clean = ops.paged_attention(q, k_pages, v_pages, tables, *rows, 0.25, window=12)
+    k_pages[tables[0, :3].long()], v_pages[tables[0, :3].long()] = torch.nan, torch.inf
+    first = tables[0, 3].long()
+    k_pages[first, :, :, :5], v_pages[first, :, :5] = torch.inf, torch.nan
+    tables[0, :3] = -1
+    assert torch.equal(ops.paged_attention(q, k_pages, v_pages, tables, *rows, 0.25, window=12), clean)
+
+
+def test_a_block_the_window_reaches_into_must_exist(backend, random, make_pages):
+    k_pages, v_pages, tables, _ = make_pages([70], 2, 16)
+    tables[0, 2] = -1
+    with pytest.raises(ValueError, match="block_tables"):
+        ops.paged_attention(
+            random(2, 4, 16), k_pages, v_pages, tables, *rows_of((0, 40), (0, 69)), 0.25, window=4
+        )
+
+
+def test_a_sink_far_above_all_scores_takes_all_weight(backend, random, make_pages):
+    k_pages, v_pages, tables, _ = make_pages([20], 1, 16)
+    q, rows = random(1, 2, 16), rows_of((0, 19))
+    sinks = torch.tensor([1e4, -1e4])
+    out = ops.paged_attention(q, k_pages, v_pages, tables, *rows, 0.25, sinks=sinks)
+    assert (out[0, 0] == 0).all()
+    assert torch.equal(out[0, 1], ops.paged_attention(q, k_pages, v_pages, tables, *rows, 0.25)[0, 1])
+
+
+def test_strided_heads_and_values_that_share_memory_with_keys(backend, random):
+    latent = random(3, 1, 40)
+    k_pages, v_pages = torch.zeros(2, 1, 40, 16), torch.zeros(2, 1, 16, 32)
+    slots = torch.tensor([0, 1, 2], dtype=torch.int32)
+    ops.kv_write(latent, latent[..., :32], k_pages, v_pages, slots)
+    assert torch.equal(v_pages[0, 0, :3], latent[:, 0, :32])
+    assert torch.equal(k_pages[0, 0, :, :3].T, latent[:, 0])
+    tables, wide, wide_out = (
+        torch.zeros(1, 1, dtype=torch.int32),
+        random(1, 6, 50),
+        torch.full((1, 6, 60), 3.0),
+    )
+    q, out, rows = wide[..., 5:45], wide_out[..., 7:39], rows_of((0, 2))
+    ops.paged_attention(q, k_pages, v_pages, tables, *rows, 0.2, out=out)
+    expected = ops.paged_attention(q.contiguous(), k_pages, v_pages, tables, *rows, 0.2)
+    assert torch.equal(out, expected)
+    assert (wide_out[..., :7] == 3).all() and (wide_out[..., 39:] == 3).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_copied_blocks_equal_their_sources_and_the_others_stay(backend, dtype):
+    pages = torch.arange(6 * 30).to(dtype).view(6, 2, 15)
+    before = pages.clone()
+    ops.kv_copy(pages, torch.tensor([4, 1], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32))
+    assert torch.equal(pages[[0, 5]], before[[4, 1]]) and torch.equal(pages[1:5], before[1:5])
+    ops.kv_copy(pages, torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int32))
+    for source, destination, name in ((6, 0, "source"), (0, -1, "destination")):
+        with pytest.raises(ValueError, match=name):
+            ops.kv_copy(
+                pages,
+                torch.tensor([source], dtype=torch.int32),
+                torch.tensor([destination], dtype=torch.int32),
+            )

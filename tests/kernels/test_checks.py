@@ -71,9 +71,9 @@ def test_head_norm_rope_names_the_argument_at_fault(random):
     cos, sin = ops.rope_table(4, 8, 10000.0)
     at = torch.zeros(2, dtype=I32)
     cases = {
-        "x": (random(2, 3, 7), None, cos, sin, at),
+        "x": (random(2, 3, 8).double(), None, cos, sin, at),
         "weight": (random(2, 3, 8), random(7), cos, sin, at),
-        "cos": (random(2, 3, 8), None, cos[:, :3], sin, at),
+        "cos": (random(2, 3, 7), None, cos, sin, at),
         "sin": (random(2, 3, 8), None, cos, sin[:3], at),
         "positions": (random(2, 3, 8), None, cos, sin, at[:1]),
     }
@@ -98,7 +98,8 @@ def test_attention_names_the_argument_at_fault(random):
     for name, wrong in {
         "q": random(2, 3, 8),
         "k_pages": torch.zeros(3, 2, 8, 15),
-        "v_pages": torch.zeros(3, 2, 8, 16),
+        "v_pages": torch.zeros(3, 2, 8, 17),
+        "sinks": torch.zeros(3),
         "block_tables": torch.zeros(2, dtype=I32),
         "row_request": torch.zeros(3, dtype=I32),
         "row_position": torch.zeros(2),
@@ -131,11 +132,66 @@ def test_the_others_name_the_argument_at_fault(random):
         )
     with pytest.raises(ValueError, match="^gate_weights: found"):
         ops.combine(random(1, 8), torch.zeros(2, 1, dtype=I32), random(2, 2), random(2, 8))
-    with pytest.raises(ValueError, match="^activation: found 'relu'"):
-        ops.grouped_ffn(
-            random(1, 8),
-            torch.zeros(1, dtype=I32),
-            torch.zeros(1, dtype=I32),
-            ops.ExpertBank(1, 8, 8),
-            activation="relu",
-        )
+    with pytest.raises(ValueError, match="^source: found"):
+        ops.kv_copy(torch.zeros(3, 4), torch.zeros(1), torch.zeros(1, dtype=I32))
+    with pytest.raises(ValueError, match="^cap: found 0.0"):
+        ops.soft_cap(random(2, 8), 0.0)
+    with pytest.raises(ValueError, match="^x: found"):
+        ops.soft_cap(random(2, 8).double(), 1.0)
+
+
+def test_linear_names_a_bias_of_another_length(random):
+    w = ops.pack_linear(random(20, 8))
+    for bias in (random(19), random(20).double(), random(20, 1)):
+        with pytest.raises(ValueError, match=r"^bias: found .* expected \[20\] float32"):
+            ops.linear(random(3, 8), w, bias=bias)
+
+
+def test_linear_heads_names_the_argument_at_fault(random):
+    w = ops.pack_linear_heads(random(4, 20, 8))
+    with pytest.raises(ValueError, match=r"^x: found .* expected \[3, 4, 8\]"):
+        ops.linear_heads(random(3, 4, 9), w)
+    with pytest.raises(ValueError, match=r"^out: found .* expected \[3, 4, 20\]"):
+        ops.linear_heads(random(3, 4, 8), w, out=torch.empty(3, 4, 19))
+
+
+def test_attention_names_a_wrong_window_or_cap(random):
+    fixed = torch.zeros(3, 2, 8, 16), torch.zeros(3, 2, 16, 8), torch.zeros(1, 2, dtype=I32)
+    rows = torch.zeros(2, dtype=I32), torch.zeros(2, dtype=I32)
+    for name in ("window", "soft_cap"):
+        with pytest.raises(ValueError, match=f"^{name}: found 0, expected"):
+            ops.paged_attention(random(2, 4, 8), *fixed, *rows, 1.0, **{name: 0})
+
+
+def test_the_gate_names_the_argument_at_fault(random):
+    counts, count_rows = torch.zeros(2, 8, dtype=I32), torch.zeros(3, dtype=I32)
+    cases = {
+        "scores: found 'tanh'": {"scores": "tanh"},
+        "num_groups, top_groups: found 3, 1": {"num_groups": 3},
+        "num_groups, top_groups: found 4, 5": {"num_groups": 4, "top_groups": 5},
+        "k: found 3, expected 1 to 2": {"num_groups": 4, "top_groups": 1},
+        "expert_scale: found": {"expert_scale": random(7)},
+        "selection_bias: found": {"selection_bias": random(8).double()},
+        "counts, count_rows: found one": {"counts": counts},
+        "counts: found": {"counts": counts.long(), "count_rows": count_rows},
+        "count_rows: found": {"counts": counts, "count_rows": count_rows[:2]},
+        "count_rows: (entry|found)": {"counts": counts, "count_rows": torch.tensor([0, 2, 0], dtype=I32)},
+    }
+    for said, arguments in cases.items():
+        with pytest.raises(ValueError, match=f"^{said}"):
+            ops.gate_topk(random(3, 8), 3, renormalise=True, **arguments)
+    assert counts.count_nonzero() == 0
+
+
+def test_packing_an_expert_names_what_does_not_fit_its_activation(random):
+    gate, up, down = random(4, 8), random(4, 8), random(8, 4)
+    with pytest.raises(ValueError, match="^activation: found 'silu', expected one of swiglu, geglu_tanh"):
+        ops.pack_expert(gate, up, down, activation="silu")
+    with pytest.raises(ValueError, match="^gate: found None with activation 'swiglu'"):
+        ops.pack_expert(None, up, down)
+    with pytest.raises(ValueError, match="^gate: found .* with activation 'relu', expected None"):
+        ops.pack_expert(gate, up, down, activation="relu")
+    with pytest.raises(ValueError, match=r"^down_bias: found \[4\], expected \[8\]"):
+        ops.pack_expert(gate, up, down, down_bias=random(4))
+    with pytest.raises(ValueError, match="^gate_bias: found"):
+        ops.pack_expert(None, up, down, activation="relu", gate_bias=random(4))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, relu, silu
 
 from kernels import ops
 
@@ -31,11 +31,72 @@ def test_grouped_ffn_agrees_with_the_reference(
     expected = by_reference(lambda: ops.grouped_ffn(x, rows, ids, make_bank.of(plain, D, F)))
     torch.testing.assert_close(out, expected)
     for i in range(min(R, 4)):
-        gate, up, down = (w.double() for w in plain[ids[i]])
+        gate, up, down = (plain[ids[i]][name].double() for name in ("gate", "up", "down"))
         row = x[rows[i]].double()
         torch.testing.assert_close(
             out[i], (down @ (silu(gate @ row) * (up @ row))).float(), rtol=1e-4, atol=1e-5
         )
+
+
+ACTIVATIONS = {
+    "swiglu": {},
+    "geglu_tanh": {"activation": "geglu_tanh"},
+    "clamped_swiglu": {"activation": "clamped_swiglu", "alpha": 1.702, "limit": 0.9},
+    "relu": {"activation": "relu"},
+}
+
+
+def plain_expert(x, gate, up, down, activation="swiglu", alpha=1.0, limit=None, **biases):
+    """What a family's own code computes, in float64."""
+    gate_bias, up_bias, down_bias = (
+        biases.get(name, torch.zeros(())).double() for name in ("gate_bias", "up_bias", "down_bias")
+    )
+    u = up.double() @ x.double() + up_bias
+    g = u if gate is None else gate.double() @ x.double() + gate_bias
+    if activation == "clamped_swiglu":
+        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+        inner = (u + 1) * (g * torch.sigmoid(alpha * g))
+    else:
+        inner = {
+            "swiglu": lambda: silu(g) * u,
+            "geglu_tanh": lambda: gelu(g, approximate="tanh") * u,
+            "relu": lambda: relu(u),
+        }[activation]()
+    return (down.double() @ inner + down_bias).float()
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("T, R, E, D, F", [(1, 1, 1, 1, 1), (5, 9, 3, 33, 17), (3, 120, 2, 64, 32)])
+def test_every_activation_agrees_with_the_reference_and_with_its_formula(
+    backend, by_reference, random, make_bank, T, R, E, D, F, activation, biases
+):
+    bank, plain = make_bank(E, D, F, biases=biases, **ACTIVATIONS[activation])
+    x, rows, ids = random(T, D, scale=3.0), random.integers(T, (R,)), random.integers(E, (R,))
+    out = ops.grouped_ffn(x, rows, ids, bank)
+    torch.testing.assert_close(
+        out, by_reference(lambda: ops.grouped_ffn(x, rows, ids, make_bank.of(plain, D, F)))
+    )
+    for i in range(min(R, 4)):
+        torch.testing.assert_close(out[i], plain_expert(x[rows[i]], **plain[ids[i]]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_nan_that_goes_in_comes_out(backend, random, make_bank, activation):
+    bank, _ = make_bank(1, 24, 16, biases=True, **ACTIVATIONS[activation])
+    x = random(2, 24)
+    x[1, 3] = torch.nan
+    out = ops.grouped_ffn(x, i32(0, 1), i32(0, 0), bank)
+    assert out[0].isfinite().all() and out[1].isnan().all()
+
+
+def test_strided_weights_equal_dense_ones(backend, random):
+    both, turned = random(34, 24), random(17, 24)
+    bank = ops.ExpertBank(2, 24, 17)
+    bank.set(0, ops.pack_expert(both[0::2], both[1::2], turned.T))
+    bank.set(1, ops.pack_expert(both[0::2].contiguous(), both[1::2].contiguous(), turned.T.contiguous()))
+    out = ops.grouped_ffn(random(1, 24), i32(0, 0), i32(0, 1), bank)
+    assert torch.equal(out[0], out[1])
 
 
 def test_expert_rows_come_out_in_the_order_asked(backend, random, make_bank):

@@ -61,3 +61,97 @@ def test_strided_logits_equal_dense_ones(backend, random):
         strict=True,
     ):
         assert torch.equal(a, b)
+
+
+RULES = {
+    "softmax": {},
+    "softmax of top k": {"scores": "softmax_of_top_k", "renormalise": False},
+    "sigmoid": {"scores": "sigmoid", "renormalise": True, "scale": 2.5},
+    "sigmoid as it is": {"scores": "sigmoid"},
+    "groups": {"num_groups": 4, "top_groups": 2, "scale": 16.0},
+    "groups with a bias": {"num_groups": 4, "top_groups": 2, "scores": "sigmoid", "selection_bias": True},
+    "bias": {"scores": "sigmoid", "renormalise": True, "selection_bias": True},
+    "expert scale": {"renormalise": True, "expert_scale": True},
+}
+
+
+def rule_of(name, random, E):
+    rule = {"renormalise": False, **RULES[name]}
+    return {
+        key: random(E) if key in ("selection_bias", "expert_scale") else value for key, value in rule.items()
+    }
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("T, E, k", [(1, 4, 1), (7, 20, 5), (5, 128, 8), (0, 8, 2), (3, 12, 6)])
+def test_every_rule_agrees_with_the_reference(backend, by_reference, random, T, E, k, name):
+    logits, rule = random(T, E, scale=3.0), rule_of(name, random, E)
+    ids, weights = ops.gate_topk(logits, k, **rule)
+    expected_ids, expected_weights = by_reference(lambda: ops.gate_topk(logits, k, **rule))
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights)
+
+
+def test_the_softmax_of_the_chosen_sums_to_one(backend, random):
+    logits = random(6, 40)
+    ids, weights = ops.gate_topk(logits, 4, scores="softmax_of_top_k", renormalise=False)
+    torch.testing.assert_close(weights, logits.gather(-1, ids.long()).softmax(dim=-1))
+
+
+def test_deepseek_v2_chooses_the_same_experts(backend, random):
+    modeling = pytest.importorskip("transformers.models.deepseek_v2.modeling_deepseek_v2")
+    config = modeling.DeepseekV2Config(
+        hidden_size=24, num_attention_heads=4, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
+        topk_method="group_limited_greedy", routed_scaling_factor=16.0,
+    )  # fmt: skip
+    router = modeling.DeepseekV2TopkRouter(config)
+    router.weight.data = random(16, 24)
+    x = random(9, 24)
+    logits, theirs, their_ids = router(x)
+    ids, weights = ops.gate_topk(
+        logits.detach(), 4, renormalise=False, num_groups=4, top_groups=2, scale=16.0
+    )
+    best_first = theirs.detach().sort(dim=-1, descending=True)
+    assert torch.equal(ids.long(), their_ids.gather(-1, best_first.indices))
+    torch.testing.assert_close(weights, best_first.values)
+
+
+def test_a_bias_chooses_but_does_not_weigh(backend, random):
+    logits, bias = torch.zeros(1, 8), torch.zeros(8)
+    bias[5] = 1.0
+    ids, weights = ops.gate_topk(logits, 2, scores="sigmoid", renormalise=False, selection_bias=bias)
+    assert ids.tolist() == [[5, 0]] and weights.tolist() == [[0.5, 0.5]]
+
+
+def test_sums_of_nothing_are_not_divided_by(backend):
+    logits = torch.full((1, 4), -200.0)
+    _, weights = ops.gate_topk(logits, 2, scores="sigmoid", renormalise=True)
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
+def test_groups_that_tie_go_to_the_lowest_and_stay_closed_to_others(backend):
+    logits = torch.full((1, 8), -torch.inf)
+    logits[0, 6] = 1.0
+    ids, weights = ops.gate_topk(logits, 3, renormalise=True, num_groups=4, top_groups=2)
+    assert ids.tolist() == [[6, 0, 1]] and weights.tolist() == [[1, 0, 0]]
+
+
+def test_one_expert_is_a_sigmoid_gate(backend, random):
+    logits = random(9, 1, scale=4.0)
+    ids, weights = ops.gate_topk(logits, 1, scores="sigmoid", renormalise=False)
+    assert (ids == 0).all()
+    torch.testing.assert_close(weights, logits.sigmoid())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
+def test_choices_are_counted_by_row_and_padding_is_not(backend, random, dtype):
+    logits, count_rows = random(6, 20), torch.tensor([2, -1, 0, 2, 2, -1], dtype=torch.int32)
+    table = torch.zeros(4, 3, 20, dtype=dtype)
+    counts = table[:, 1]
+    for _ in range(2):
+        ids, _ = ops.gate_topk(logits, 3, renormalise=True, counts=counts, count_rows=count_rows)
+    expected = torch.zeros(4, 20, dtype=dtype)
+    for row, chosen in zip(count_rows.tolist(), ids.tolist(), strict=True):
+        for expert in chosen if row >= 0 else ():
+            expected[row, expert] += 2
+    assert torch.equal(counts, expected) and table[:, [0, 2]].count_nonzero() == 0

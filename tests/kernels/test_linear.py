@@ -41,6 +41,44 @@ def test_add_adds_the_finished_product_to_the_residual(backend, random, N):
     assert torch.equal(out, residual + ops.linear(x, w))
 
 
+@pytest.mark.parametrize("N", [1, 16, 40, 257])
+def test_a_bias_is_added_to_the_finished_product_and_that_to_the_residual(backend, random, N):
+    x, w, bias, residual = (
+        random(5, 24),
+        ops.pack_linear(random(N, 24).bfloat16()),
+        random(N),
+        random(5, N + 3),
+    )
+    expected = ops.linear(x, w) + bias
+    assert torch.equal(ops.linear(x, w, bias=bias), expected)
+    out = residual.clone()[:, 1 : 1 + N]
+    assert ops.linear(x, w, bias=bias, out=out, add=True) is out
+    assert torch.equal(out, residual[:, 1 : 1 + N] + expected)
+
+
+def test_a_bias_agrees_with_the_reference(backend, by_reference, random):
+    x, weight, bias = random(7, 33), random(17, 33), random(17)
+    expected = by_reference(lambda: ops.linear(x, ops.pack_linear(weight), bias=bias))
+    torch.testing.assert_close(ops.linear(x, ops.pack_linear(weight), bias=bias), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "T, H, N, K", [(1, 1, 1, 1), (3, 4, 17, 33), (2, 16, 32, 16), (20, 3, 40, 24), (0, 2, 8, 8)]
+)
+def test_every_head_is_multiplied_by_its_own_matrix(backend, random, T, H, N, K, dtype):
+    weights = random(H, K, N).to(dtype).transpose(1, 2)
+    w = ops.pack_linear_heads(weights)
+    assert (w.num_heads, w.num_outputs, w.num_inputs) == (H, N, K)
+    assert w.nbytes == H * ops.pack_linear(weights[0]).nbytes
+    x, wide = random(T, H, K + 9)[..., 4 : 4 + K], torch.full((T, H, N + 6), 3.0)
+    assert ops.linear_heads(x, w, out=wide[..., 2 : 2 + N]).shape == (T, H, N)
+    for h in range(H):
+        assert torch.equal(wide[:, h, 2 : 2 + N], ops.linear(x[:, h], ops.pack_linear(weights[h])))
+    assert (wide[..., :2] == 3).all() and (wide[..., 2 + N :] == 3).all()
+    assert torch.equal(ops.linear_heads(x, w), wide[..., 2 : 2 + N])
+
+
 def test_out_may_be_the_first_rows_and_columns_of_a_larger_buffer(backend, random):
     x, w = random(5, 24), ops.pack_linear(random(40, 24).bfloat16())
     buffer = torch.full((9, 64), 3.0)

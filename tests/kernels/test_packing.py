@@ -25,3 +25,14 @@ def test_a_packed_expert_takes_the_planned_bytes(native, D, F):
         *(torch.zeros(shape, dtype=torch.bfloat16) for shape in ((F, D), (F, D), (D, F)))
     )
     assert expert.nbytes == expert.handle.nbytes == packed_expert_bytes(D, F, 2)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+@pytest.mark.parametrize("D, F", [(256, 96), (33, 17)])
+def test_a_packed_expert_with_biases_takes_the_planned_bytes(native, D, F, activation):
+    gate = None if activation == "relu" else torch.zeros(F, D)
+    expert = ops.pack_expert(
+        gate, torch.zeros(F, D), torch.zeros(D, F), activation=activation, down_bias=torch.zeros(D)
+    )
+    planned = packed_expert_bytes(D, F, 4, gated=gate is not None, biases=True)
+    assert expert.nbytes == expert.handle.nbytes == planned

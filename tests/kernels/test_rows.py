@@ -24,6 +24,35 @@ def test_a_row_of_zeros_stays_zero(backend):
     assert torch.equal(ops.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6), torch.zeros(2, 8))
 
 
+@pytest.mark.parametrize("T, D", [(1, 1), (7, 97), (4, 64), (0, 16)])
+def test_a_norm_without_weight_is_one_with_ones(backend, random, T, D):
+    wide = random(T, D + 9)
+    x = wide[:, 4 : 4 + D]
+    expected = ops.rms_norm(x, torch.ones(D), 1e-6)
+    assert torch.equal(ops.rms_norm(x, None, 1e-6), expected)
+    ops.rms_norm(x, None, 1e-6, out=x)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("T, N", [(1, 1), (3, 40), (2, 1000), (0, 5)])
+def test_a_soft_cap_agrees_with_its_formula_and_touches_only_its_rows(backend, random, T, N):
+    wide = random(T, N + 7, scale=40.0)
+    before = wide.clone()
+    x = wide[:, 3 : 3 + N]
+    ops.soft_cap(x, 30.0)
+    torch.testing.assert_close(x, (30.0 * torch.tanh(before[:, 3 : 3 + N].double() / 30.0)).float())
+    assert torch.equal(wide[:, :3], before[:, :3]) and torch.equal(wide[:, 3 + N :], before[:, 3 + N :])
+
+
+def test_a_soft_cap_bends_the_extremes_to_the_cap(backend):
+    x = torch.tensor([[1e30, -1e30, torch.inf, -torch.inf, 0.0, -0.0, 1e-20]])
+    ops.soft_cap(x, 50.0)
+    assert x[0, :5].tolist() == [50, -50, 50, -50, 0] and x[0, 6] == pytest.approx(1e-20)
+    nan = torch.full((1, 3), torch.nan)
+    ops.soft_cap(nan, 50.0)
+    assert nan.isnan().all()
+
+
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("T, H, P", [(1, 1, 2), (5, 3, 10), (9, 4, 64), (3, 2, 128), (0, 2, 16)])
 def test_head_norm_rope_agrees_with_the_reference(backend, by_reference, random, T, H, P, normed):
@@ -83,3 +112,32 @@ def test_rope_equals_that_of_transformers(backend, random):
     expected, _ = modeling.apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], *wide)
     ops.head_norm_rope(x, None, 1e-6, cos, sin, positions)
     assert torch.equal(x, expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(
+    "T, H, P, C", [(1, 1, 2, 1), (5, 3, 10, 5), (5, 3, 11, 4), (9, 4, 64, 32), (3, 2, 64, 16), (2, 2, 70, 33), (4, 2, 24, 0)]
+)  # fmt: skip
+def test_partial_and_interleaved_turns_agree_with_the_reference(
+    backend, by_reference, random, T, H, P, C, interleaved, normed
+):
+    cos, sin = (table[:, :C].contiguous() for table in ops.rope_table(50, 2 * C + 2, 10000.0))
+    weight, positions = random(P) if normed else None, random.integers(50, (T,))
+    x = random(T, H, P + 5)[..., 2 : 2 + P]
+    expected = x.clone()
+    by_reference(
+        lambda: ops.head_norm_rope(expected, weight, 1e-6, cos, sin, positions, interleaved=interleaved)
+    )
+    ops.head_norm_rope(x, weight, 1e-6, cos, sin, positions, interleaved=interleaved)
+    torch.testing.assert_close(x, expected)
+
+
+def test_interleaved_pairs_are_the_complex_numbers_of_deepseek(backend, random):
+    modeling = pytest.importorskip("transformers.models.deepseek_v2.modeling_deepseek_v2")
+    cos, sin = ops.rope_table(30, 64, 10000.0)
+    x, positions = random(6, 4, 64), random.integers(30, (6,))
+    turns = torch.complex(cos, sin)[positions.long()][None]
+    expected, _ = modeling.apply_rotary_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], turns)
+    ops.head_norm_rope(x, None, 1e-6, cos, sin, positions, interleaved=True)
+    torch.testing.assert_close(x, expected[0].transpose(0, 1))

@@ -11,13 +11,13 @@ from kernels.cpu.fallback.combine import combine
 from kernels.cpu.fallback.dispatch import dispatch
 from kernels.cpu.fallback.gate_topk import gate_topk
 from kernels.cpu.fallback.grouped_ffn import grouped_ffn
-from kernels.cpu.fallback.kv_blocks import kv_write
-from kernels.cpu.fallback.linear import embed, linear
+from kernels.cpu.fallback.kv_blocks import kv_copy, kv_write
+from kernels.cpu.fallback.linear import embed, linear, linear_heads
 from kernels.cpu.fallback.paged_attention import paged_attention
-from kernels.cpu.fallback.rms_norm import rms_norm
+from kernels.cpu.fallback.rms_norm import rms_norm, soft_cap
 from kernels.cpu.fallback.rope import head_norm_rope
 from kernels.reference.grouped_ffn import new_bank, pack_expert
-from kernels.reference.linear import pack_rows
+from kernels.reference.linear import new_heads, pack_rows
 
 CHECKS = False
 NAME = "torch"
@@ -31,13 +31,17 @@ __all__ = [
     "gate_topk",
     "grouped_ffn",
     "head_norm_rope",
+    "kv_copy",
     "kv_write",
     "linear",
+    "linear_heads",
     "new_bank",
+    "new_heads",
     "num_threads",
     "pack_expert",
     "pack_rows",
     "paged_attention",
     "rms_norm",
     "set_num_threads",
+    "soft_cap",
 ]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.fallback.tiles import product
-from kernels.reference.grouped_ffn import PlainBank
+from kernels.reference.grouped_ffn import PlainBank, activate, add_bias
 
 
 def grouped_ffn(x: Tensor, rows: Tensor, expert_ids: Tensor, bank: PlainBank, out: Tensor) -> None:
@@ -15,8 +15,9 @@ def grouped_ffn(x: Tensor, rows: Tensor, expert_ids: Tensor, bank: PlainBank, ou
     order = torch.sort(expert_ids, stable=True).indices
     present, counts = torch.unique_consecutive(expert_ids[order], return_counts=True)
     for expert_id, mine in zip(present.tolist(), order.split(counts.tolist()), strict=True):
-        gate, up, down = (weight.float() for weight in bank[expert_id])
+        expert = bank[expert_id]
+        gate_bias, up_bias, down_bias = expert.biases
         taken = x[rows[mine].long()]
-        g = product(taken, gate)
-        inner = g / (1.0 + torch.exp(-g)) * product(taken, up)
-        out[mine] = product(inner, down)
+        gate = None if expert.gate is None else add_bias(product(taken, expert.gate.float()), gate_bias)
+        inner = activate(gate, add_bias(product(taken, expert.up.float()), up_bias), expert.activation)
+        out[mine] = add_bias(product(inner, expert.down.float()), down_bias)

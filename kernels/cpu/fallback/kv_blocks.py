@@ -1,4 +1,4 @@
-"""kv_write in plain torch. Defined by kernels.reference.kv_blocks."""
+"""kv_write and kv_copy in plain torch. Defined by kernels.reference.kv_blocks."""
 
 from torch import Tensor
 
@@ -10,3 +10,10 @@ def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tens
     block, offset = at // 16, at % 16
     k_pages[block, :, :, offset] = k
     v_pages[block, :, offset] = v
+
+
+def kv_copy(pages: Tensor, source: Tensor, destination: Tensor) -> None:
+    for name, blocks in (("source", source), ("destination", destination)):
+        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < len(pages):
+            raise ValueError(f"{name}: found {blocks.tolist()}, expected 0 to {len(pages) - 1}")
+    pages.index_copy_(0, destination.long(), pages.index_select(0, source.long()))

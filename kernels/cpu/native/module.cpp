@@ -241,7 +241,7 @@ bool call_grouped_ffn(py::handle x_, py::handle rows_, py::handle expert_ids_, c
     for (int64_t e = 0; e < E; ++e) {
         if (next[e + 1] > 0) {
             offsets.push_back(next[e]);
-            experts.push_back(&(*table)[e]->view);
+            experts.push_back(&(*table)[e]->view());
         }
         next[e + 1] += next[e];
     }
@@ -344,9 +344,12 @@ PYBIND11_MODULE(_native, m) {
              })
         .def_property_readonly("nbytes", &PackedPanels::nbytes);
     py::class_<PackedExpert, std::shared_ptr<PackedExpert>>(m, "PackedExpert")
-        .def(py::init<std::shared_ptr<PackedPanels>, std::shared_ptr<PackedPanels>>())
-        .def_property_readonly("nbytes",
-                               [](const PackedExpert& self) { return self.gate_up->nbytes() + self.down->nbytes(); });
+        .def(py::init<std::shared_ptr<PackedPanels>, std::shared_ptr<PackedPanels>, int, float, float, bool>())
+        .def("fill_bias",
+             [](PackedExpert& self, int64_t first, Address values, int64_t count) {
+                 self.fill_bias(first, at<float>(values), count);
+             })
+        .def_property_readonly("nbytes", &PackedExpert::nbytes);
     py::class_<Bank>(m, "Bank")
         .def(py::init<int64_t, int64_t>())
         .def("set", [](Bank& self, int64_t id, std::shared_ptr<PackedExpert> expert) { self.put(id, expert); })

@@ -54,12 +54,52 @@ void gate_topk(const float* logits, int64_t stride, int64_t T, int64_t E, int64_
     }
 }
 
-// inner[i][0..F) = silu(gate) * up, in place of gate; both padded to whole panels, so no tail.
-void swiglu(float* gate_up, int64_t rows, int64_t padded) {
+// gelu by its tanh formula, x * (1 + tanh(u)) / 2 = x / (1 + e^-2u)
+inline V gelu_lanes(V x) {
+    V cube = mul(mul(mul(set1(0.044715f), x), x), x);
+    V u = mul(set1(0.7978845608028654f), add(x, cube));
+    return div(x, add(set1(1.0f), exp_lanes(mul(set1(-2.0f), u))));
+}
+
+// What one lane of gate and up becomes. A nan stays one: max and min give their second argument then.
+template <int KIND>
+inline V activate_lanes(V gate, V up, V alpha, V limit) {
+    if constexpr (KIND == RELU) return max(zero(), up);
+    if constexpr (KIND == SWIGLU) return mul(silu_lanes(gate), up);
+    if constexpr (KIND == GEGLU_TANH) return mul(gelu_lanes(gate), up);
+    gate = min(limit, gate);
+    up = max(sub(zero(), limit), min(limit, up));
+    V glu = div(gate, add(set1(1.0f), exp_lanes(sub(zero(), mul(alpha, gate)))));
+    return mul(add(up, set1(1.0f)), glu);
+}
+
+// inner[i][0..F) in place of the first part (gate, or up where there is no gate); padded to whole panels, so no tail.
+template <int KIND>
+void activate(const Expert& expert, float* inner, int64_t rows, int64_t wide) {
+    const int64_t padded = KIND == RELU ? wide : wide / 2;
+    const float* bias = expert.inner_bias;
+    const V alpha = set1(expert.alpha), limit = set1(expert.limit);
     for (int64_t i = 0; i < rows; ++i) {
-        float* gate = gate_up + i * 2 * padded;
-        const float* up = gate + padded;
-        for (int64_t f = 0; f < padded; f += 16) store(gate + f, mul(silu_lanes(load(gate + f)), load(up + f)));
+        float* to = inner + i * wide;
+        const float* up_row = to + (KIND == RELU ? 0 : padded);
+        const float* up_bias = bias + (KIND == RELU ? 0 : padded);
+        for (int64_t f = 0; f < padded; f += 16) {
+            V gate = load(to + f), up = load(up_row + f);
+            if (bias) {
+                gate = add(gate, load(bias + f));
+                up = add(up, load(up_bias + f));
+            }
+            store(to + f, activate_lanes<KIND>(gate, up, alpha, limit));
+        }
+    }
+}
+
+void activate_rows(const Expert& expert, float* inner, int64_t rows, int64_t wide) {
+    switch (expert.activation) {
+        case SWIGLU: activate<SWIGLU>(expert, inner, rows, wide); break;
+        case GEGLU_TANH: activate<GEGLU_TANH>(expert, inner, rows, wide); break;
+        case CLAMPED_SWIGLU: activate<CLAMPED_SWIGLU>(expert, inner, rows, wide); break;
+        case RELU: activate<RELU>(expert, inner, rows, wide); break;
     }
 }
 
@@ -81,8 +121,10 @@ void grouped_ffn(const ExpertCall& call) {
                 outs[i] = call.out + call.out_rows[r + i] * call.out_stride;
             }
             rows_by_pointer(expert.gate_up, xs, hs, n, false, expert.down.data);
-            swiglu(inner, n, wide / 2);
+            activate_rows(expert, inner, n, wide);
             rows_by_pointer(expert.down, (const float* const*)hs, outs, n, false, next);
+            if (expert.down_bias)
+                for (int64_t i = 0; i < n; ++i) add_row(outs[i], expert.down_bias, expert.down.num_outputs);
         }
     }
 }

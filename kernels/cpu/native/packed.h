@@ -96,12 +96,33 @@ class PackedPanels {
     std::unique_ptr<char, Free> bytes_;
 };
 
-// One routed expert: gate and up as one weight of 2 * (F up to a whole panel) outputs, and down.
-struct PackedExpert {
-    PackedExpert(std::shared_ptr<PackedPanels> gate_up_, std::shared_ptr<PackedPanels> down_)
-        : gate_up(std::move(gate_up_)), down(std::move(down_)), view{gate_up->view(), down->view()} {}
-    std::shared_ptr<PackedPanels> gate_up, down;
-    Expert view;
+// One routed expert: gate and up as one weight of 2 * (F up to a whole panel) outputs, down, and what is between them.
+class PackedExpert {
+  public:
+    PackedExpert(std::shared_ptr<PackedPanels> gate_up, std::shared_ptr<PackedPanels> down, int activation, float alpha,
+                 float limit, bool has_biases)
+        : gate_up_(std::move(gate_up)), down_(std::move(down)) {
+        view_ = {gate_up_->view(), down_->view(), activation, alpha, limit, nullptr, nullptr};
+        if (!has_biases) return;
+        const int64_t inner = (view_.gate_up.num_outputs + 15) / 16 * 16, outer = (view_.down.num_outputs + 15) / 16 * 16;
+        bias_bytes_ = (inner + outer) * 4;
+        biases_ = aligned_bytes(static_cast<size_t>(bias_bytes_));
+        std::memset(biases_.get(), 0, static_cast<size_t>(bias_bytes_));
+        view_.inner_bias = reinterpret_cast<float*>(biases_.get());
+        view_.down_bias = view_.inner_bias + inner;
+    }
+    const Expert& view() const { return view_; }
+    int64_t nbytes() const { return gate_up_->nbytes() + down_->nbytes() + bias_bytes_; }
+    // Biases from output `first` on, those of gate_up before those of down.
+    void fill_bias(int64_t first, const float* values, int64_t count) {
+        std::memcpy(biases_.get() + first * 4, values, static_cast<size_t>(count) * 4);
+    }
+
+  private:
+    std::shared_ptr<PackedPanels> gate_up_, down_;
+    std::unique_ptr<char, Free> biases_;
+    int64_t bias_bytes_ = 0;
+    Expert view_;
 };
 
 // The resident experts of a layer. A call works on the table it found; `set` and `drop` put a new table in its place.

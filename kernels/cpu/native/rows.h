@@ -8,6 +8,12 @@ inline void store_lanes(float* p, V v, int64_t lanes) {
         store_part(p, v, (int)lanes);
 }
 
+// to[0..n) += from[0..n)
+inline void add_row(float* to, const float* from, int64_t n) {
+    for (int64_t i = 0; i < n; i += 16)
+        store_lanes(to + i, add(load_lanes(to + i, n - i), load_lanes(from + i, n - i)), n - i);
+}
+
 // 1 / sqrt(mean of squares + eps): 16 partial sums along the row, then the fixed tree.
 inline float inverse_rms(const float* x, int64_t D, float eps) {
     V squares = zero();

@@ -20,9 +20,15 @@ struct Panels {
     int64_t panel_bytes;
 };
 
+enum Activation : int { SWIGLU = 0, GEGLU_TANH = 1, CLAMPED_SWIGLU = 2, RELU = 3 };
+
 struct Expert {
-    Panels gate_up;  // gate's panels, then up's; both padded to whole panels
+    Panels gate_up;  // gate's panels, then up's; both padded to whole panels. RELU: up's alone
     Panels down;
+    int activation;
+    float alpha, limit;      // of CLAMPED_SWIGLU
+    const float* inner_bias;  // of gate_up, padded likewise; null if there is none
+    const float* down_bias;   // up to a whole panel
 };
 
 struct KvPages {
