@@ -110,7 +110,8 @@ def _start(name: str, num_threads: int, topology_path: Path, directory: Path) ->
     words = [COORDINATOR] if name == COORDINATOR else ["node", name]
     with log_path(directory, name).open("wb") as log_file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "edge_runtime", *words, "--topology", str(topology_path)],
+            # -P: a folder called `topology` where `up` is run is not our package
+            [sys.executable, "-P", "-m", "edge_runtime", *words, "--topology", str(topology_path)],
             stdin=subprocess.DEVNULL,
             stdout=log_file,
             stderr=subprocess.STDOUT,

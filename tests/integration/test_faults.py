@@ -9,8 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from edge_runtime.clock import SystemClock
-from tests.support.clusters import LocalCluster, read_json_lines, wait_for, write_topology
+from tests.support.clusters import CLOCK, LocalCluster, read_json_lines, wait_for, write_topology
 from tests.support.processes import CliProcess
 
 LENDERS = Path(__file__).parent / "scenarios" / "lenders.toml"
@@ -88,27 +87,20 @@ def test_a_lender_with_replicas_may_be_lost_while_four_streams_run(
     assert texts[0].startswith(again["text"]) and "attic" not in again["nodes"]
 
 
-def test_a_decode_home_that_is_killed_ends_its_requests_and_no_others(
+def test_answers_of_a_decode_home_that_is_killed_go_on_elsewhere_without_a_seam(
     whole_lenders: LocalCluster, texts: list[str]
 ) -> None:
     streams = start_streams(whole_lenders)
+    assert whole_lenders.node("laptop")["in_flight"] == 2
     whole_lenders.kill("laptop")
-    began = SystemClock().now()
+    began = CLOCK.now()
     wait_for(lambda: whole_lenders.node("laptop")["state"] == "lost", "laptop is lost")
-    assert SystemClock().now() - began < LOST_AFTER_S + 1.5
+    assert CLOCK.now() - began < LOST_AFTER_S + 1.5
     finished = streams.finish(deadline_s=30.0)
-    assert finished.exit_code == 3
-    assert "laptop" in finished.stderr and len(finished.stderr.splitlines()) == 1
+    assert finished.exit_code == 0, finished
     answers = read_json_lines(finished.stdout)
-    failed = [answer for answer in answers if answer["finish_reason"] == "error"]
-    assert len(failed) == 2
-    for answer in failed:
-        assert answer["error"]["kind"] == "cluster"
-        assert answer["error"]["node"] == "laptop"
-        assert "laptop" in answer["error"]["message"]
-    for answer, text in zip(answers, texts, strict=True):
-        assert text.startswith(answer["text"])  # whatever came was right
-        assert answer in failed or answer["text"] == text
+    assert [answer["text"] for answer in answers] == texts
+    assert all(len(answer["token_ids"]) == NUM_TOKENS for answer in answers)
     again = whole_lenders.answer(PROMPTS[3], "--max-tokens", "16")
     assert again["home"] == "desk" and texts[3].startswith(again["text"])
 

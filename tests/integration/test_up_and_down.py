@@ -39,6 +39,8 @@ def records(cluster: LocalCluster) -> list[str]:
 
 
 def test_down_leaves_no_process_and_no_record_time_after_time(cluster: LocalCluster) -> None:
+    trap = cluster.topology.parent / "topology.py"  # where the commands run; not the package of that name
+    trap.write_text("raise SystemExit(9)")
     for _ in range(3):
         cluster.up()
         pids = cluster.pids()
@@ -49,7 +51,7 @@ def test_down_leaves_no_process_and_no_record_time_after_time(cluster: LocalClus
         wait_until_gone(pids.values(), deadline_s=0.5)
         assert not cluster.processes() and not records(cluster)
     names = sorted(path.name for path in cluster.topology.parent.rglob("*") if path.is_file())
-    assert names == ["attic.log", "coordinator.log", "desk.log", "topology.toml", "up.lock"]
+    assert names == ["attic.log", "coordinator.log", "desk.log", "topology.py", "topology.toml", "up.lock"]
     again = cluster.down()
     assert again.exit_code == 0 and "nothing" in again.stderr
 

@@ -82,11 +82,21 @@ class LocalCluster:
 
     def cli(self, command: str, *arguments: str | Path, deadline_s: float = 60.0) -> Finished:
         """Run one command on this cluster to its end."""
-        return run_cli(command, "--topology", self.topology, *arguments, env=self.env, deadline_s=deadline_s)
+        return run_cli(
+            command,
+            "--topology",
+            self.topology,
+            *arguments,
+            env=self.env,
+            deadline_s=deadline_s,
+            cwd=self.topology.parent,
+        )
 
     def start_command(self, command: str, *arguments: str | Path) -> CliProcess:
         """Start a command and let it run; the caller stops it."""
-        return CliProcess(command, "--topology", self.topology, *arguments, env=self.env)
+        return CliProcess(
+            command, "--topology", self.topology, *arguments, env=self.env, cwd=self.topology.parent
+        )
 
     def up(self) -> None:
         finished = self.cli("up", "--detach", deadline_s=100.0)
