@@ -1,0 +1,66 @@
+"""The doctor's findings: what is looked at, what each fault is called, and whose it is."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from edge_runtime.clock import SystemClock
+from edge_runtime.doctor import Finding, examine
+from edge_runtime.errors import EXIT_CLUSTER, EXIT_USER
+from tests.support.clusters import write_topology
+from tests.support.tiny_models import write_tiny_qwen3_moe
+
+
+@pytest.fixture
+def topology(tmp_path: Path) -> Path:
+    return write_topology(tmp_path, "one_node", model=write_tiny_qwen3_moe(tmp_path / "model"))
+
+
+def findings(topology: Path | None) -> dict[str, Finding]:
+    return {finding.what: finding for finding in examine(topology, SystemClock())}
+
+
+def test_without_a_topology_only_the_machine_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EDGE_RUNTIME_TOPOLOGY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    found = findings(None)
+    assert list(found) == ["python", "packages", "memory", "kernels", "topology"]
+    assert all(finding.is_well for finding in found.values())
+    assert "not looked at" in found["topology"].detail
+
+
+def test_a_machine_that_does_not_answer_is_told_with_its_address_and_is_the_clusters_fault(
+    topology: Path,
+) -> None:
+    found = findings(topology)
+    assert found["topology"].is_well and found["model"].is_well
+    for name in ("coordinator", "solo"):
+        assert not found[name].is_well and found[name].exit_code == EXIT_CLUSTER
+        assert "127.0.0.1:" in found[name].detail and "refused" in found[name].detail
+
+
+def test_a_port_where_somebody_else_listens_is_no_node(
+    topology: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_runtime.doctor.REACH_S", 0.3)
+    port = int(topology.read_text().rpartition("127.0.0.1:")[2].partition('"')[0])
+    with socket.create_server(("127.0.0.1", port)):
+        found = findings(topology)
+    assert not found["solo"].is_well and found["solo"].exit_code == EXIT_CLUSTER
+
+
+def test_a_model_that_does_not_fit_or_is_damaged_is_the_users_fault(topology: Path, tmp_path: Path) -> None:
+    shard = next((tmp_path / "model").glob("*-00002-of-*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    found = findings(topology)["model"]
+    assert not found.is_well and found.exit_code == EXIT_USER and shard.name in found.detail
+
+
+def test_a_topology_with_faults_shows_them(topology: Path) -> None:
+    topology.write_text(topology.read_text().replace("memory", "memmory"))
+    found = findings(topology)
+    assert not found["topology"].is_well and "memmory" in found["topology"].detail
+    assert "model" not in found

@@ -1,0 +1,91 @@
+"""Processes of one topology file: found by their records, stopped with all means, and never another's."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edge_runtime.clock import SystemClock
+from edge_runtime.config import is_running, read_records, record_process, state_dir, write_record
+from edge_runtime.errors import ConfigError, UserError
+from edge_runtime.launch import last_log_line, recorded, start_local, stop_local
+from tests.support.clusters import write_topology
+from tests.support.processes import wait_until_gone
+from topology.files import read_cluster
+
+
+@pytest.fixture
+def topology(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGE_RUNTIME_STATE", str(tmp_path / "state"))
+    return write_topology(tmp_path, "two_nodes")
+
+
+@pytest.fixture
+def polite(topology: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that is recorded as the node `desk` and ends when it is asked to."""
+    script = "import signal; print('up', flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        write_record(state_dir(topology), record_process("desk", process.pid))
+        yield process
+        process.kill()
+
+
+def test_what_is_recorded_is_stopped_and_forgotten(topology: Path, polite: subprocess.Popen[str]) -> None:
+    assert stop_local(topology, SystemClock()) == ["desk"]
+    assert polite.wait(5) == -signal.SIGTERM
+    assert not read_records(state_dir(topology))
+    assert stop_local(topology, SystemClock()) == []
+
+
+def test_a_frozen_process_is_woken_to_be_asked(topology: Path, polite: subprocess.Popen[str]) -> None:
+    polite.send_signal(signal.SIGSTOP)
+    assert stop_local(topology, SystemClock()) == ["desk"]
+    assert polite.wait(5) == -signal.SIGTERM  # it was not killed
+
+
+def test_a_cluster_that_runs_is_not_started_again(topology: Path, polite: subprocess.Popen[str]) -> None:
+    with pytest.raises(UserError, match=rf"already up here: desk \(pid {polite.pid}\)"):
+        start_local(read_cluster(topology), topology)
+    assert polite.poll() is None
+
+
+def test_a_record_of_a_process_that_is_gone_keeps_nobody_from_starting(
+    topology: Path, polite: subprocess.Popen[str]
+) -> None:
+    polite.kill()
+    polite.wait(5)
+    local = start_local(read_cluster(topology), topology)
+    pids = [process.pid for process in local.processes.values()]
+    assert list(local.processes) == ["coordinator", "desk", "attic"]
+    assert all(is_running(record) for record in read_records(state_dir(topology)))
+    stop_local(topology, SystemClock())
+    for process in local.processes.values():
+        process.wait(15)
+    wait_until_gone(pids, deadline_s=1.0)
+
+
+def test_a_state_folder_that_cannot_be_made_is_named(topology: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGE_RUNTIME_STATE", str(topology))  # a file
+    with pytest.raises(ConfigError, match="EDGE_RUNTIME_STATE"):
+        start_local(read_cluster(topology), topology)
+
+
+def test_a_daemon_is_recorded_while_it_runs_and_removes_no_others_record(
+    topology: Path, polite: subprocess.Popen[str]
+) -> None:
+    folder = state_dir(topology)
+    with recorded(topology, "attic"):
+        assert [record.name for record in read_records(folder)] == ["attic", "desk"]
+        write_record(folder, record_process("attic", polite.pid))  # another took over
+    assert [record.pid for record in read_records(folder)] == [polite.pid, polite.pid]
+
+
+def test_the_last_line_of_a_log_is_the_last_that_says_something(tmp_path: Path) -> None:
+    log = tmp_path / "desk.log"
+    assert last_log_line(log) == ""
+    log.write_bytes(b"one\nerror: port 1 \xff in use\n\n  \n")
+    assert last_log_line(log).startswith("error: port 1")
