@@ -59,17 +59,23 @@ class ModelFootprint:
         ]
 
 
-def trunk_bytes(footprint: ModelFootprint, first_layer: int, last_layer: int) -> int:
-    """Bytes of the trunk of layers [first_layer, last_layer), embedding and head where they belong."""
+def trunk_parts(footprint: ModelFootprint, first_layer: int, last_layer: int) -> dict[str, int]:
+    """Part -> bytes of the trunk of layers [first_layer, last_layer), embedding and head where they belong."""
     if first_layer >= last_layer:
-        return 0
+        return {}
     starts, ends = first_layer == 0, last_layer == footprint.num_layers
-    return (
-        sum(footprint.layer_bytes[first_layer:last_layer])
-        + footprint.table_bytes
-        + (footprint.embed_bytes if starts or (ends and footprint.head_is_tied) else 0)
-        + (footprint.head_bytes if ends else 0)
-    )
+    parts = {f"layer {layer}": footprint.layer_bytes[layer] for layer in range(first_layer, last_layer)}
+    parts["tables"] = footprint.table_bytes
+    if starts or (ends and footprint.head_is_tied):
+        parts["embedding"] = footprint.embed_bytes
+    if ends:
+        parts["head"] = footprint.head_bytes
+    return parts
+
+
+def trunk_bytes(footprint: ModelFootprint, first_layer: int, last_layer: int) -> int:
+    """Bytes of the trunk of layers [first_layer, last_layer)."""
+    return sum(trunk_parts(footprint, first_layer, last_layer).values())
 
 
 def kv_block_bytes(footprint: ModelFootprint, first_layer: int, last_layer: int) -> int:

@@ -60,3 +60,7 @@ class PlacementError(TopologyError):
         self.node = node
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
+
+
+class MigrationError(PlacementError):
+    """Old and new placement both fit, but nothing can be moved from one to the other without an expert losing its host."""

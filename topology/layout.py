@@ -267,6 +267,13 @@ class _Desk:
             return plan
         block_bytes = costs.kv_block_bytes(self.footprint, first, last)
         blocks = min(self._wanted_blocks(), plan.free_bytes // block_bytes)
+        if (
+            self.home_first and node.hosts_experts
+        ):  # all experts of its layers before more KV than one context
+            sizes = self.footprint.expert_bytes[node.weight_format][first:last]
+            beside_all = plan.free_bytes - sum(sizes) * self.footprint.experts_per_layer
+            if beside_all // block_bytes >= self._least_blocks():
+                blocks = min(blocks, beside_all // block_bytes)
         return self._with_blocks(plan, min(blocks, most_blocks) if node.hosts_experts else blocks)
 
     def _with_blocks(self, plan: NodePlan, blocks: int) -> NodePlan:

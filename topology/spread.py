@@ -75,8 +75,8 @@ def _targets(
         for index, shelf in enumerate(shelves):
             own = {layer: count for layer, count in per_layer.items() if layer in shelf.home_layers}
             wanted = sum(count * shelf.layer_sizes[layer] for layer, count in own.items())
-            share = min(1.0, shelf.free_bytes / wanted) if wanted else 0.0
-            targets[index] = {layer: share * count for layer, count in own.items()}
+            part = min(1.0, shelf.free_bytes / wanted) if wanted else 0.0
+            targets[index] = {layer: part * count for layer, count in own.items()}
         for layer, count in per_layer.items():
             at_homes = sum(target.get(layer, 0.0) for target in targets)
             for target in targets:
@@ -93,7 +93,7 @@ def _targets(
     ]
     capacities = [max(0.0, room) / size if size else 0.0 for room, size in zip(left, mean_sizes, strict=True)]
     shares = _fill_up(capacities, [shelf.speed for shelf in shelves], num_rest)
-    for layer, count in rest.items():
+    for layer, num_left in rest.items():
         open_to = [
             share if not (home_first and layer in shelf.home_layers) else 0.0
             for share, shelf in zip(shares, shelves, strict=True)
@@ -101,7 +101,7 @@ def _targets(
         total = sum(open_to)
         for index, share in enumerate(open_to):
             if share > 0:
-                targets[index][layer] = targets[index].get(layer, 0.0) + count * share / total
+                targets[index][layer] = targets[index].get(layer, 0.0) + num_left * share / total
     return targets
 
 

@@ -1,0 +1,243 @@
+"""A quick estimate of plans that nobody has laid out: experts as a fluid that runs into the room there is.
+
+Exact where every stage holds all experts of its layers; elsewhere good enough to say which few plans are worth laying
+out. Knows no identity of any expert, nor demand.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topology import costs
+from topology.cluster import DECODE, EXPERTS, Cluster, Node
+from topology.costs import ModelFootprint
+from topology.node_plan import GroupPlan, Stage
+from topology.speeds import Machines
+from topology.step_time import (
+    WIRE_ITEM_BYTES,
+    ExpertShares,
+    GroupPrediction,
+    expert_seconds,
+    hop_seconds,
+    predict_stages,
+    trunk_seconds,
+)
+from topology.workload import Workload
+
+Floats = NDArray[np.float64]
+FRACTIONS = 16  # into how many steps the local share of a stage's experts is cut for `stage_costs`
+
+
+class Estimate:
+    """Rooms and times of one cluster and model, worked out once for all plans."""
+
+    def __init__(self, cluster: Cluster, footprint: ModelFootprint, machines: Machines) -> None:
+        self.cluster, self.footprint, self.machines = cluster, footprint, machines
+        self.nodes: Mapping[str, Node] = {node.name: node for node in cluster.nodes}
+        self.moe = list(footprint.moe_layers)
+        self._least = costs.kv_blocks(footprint, costs.context_limit(cluster, footprint))
+        self._wanted = max(costs.kv_blocks(footprint, cluster.kv_tokens), self._least)
+        # Prefix sums over layers: the search asks for the room of every range of layers of every node.
+        self._layer_sums = _sums(footprint.layer_bytes)
+        self._kv_sums = _sums(footprint.kv_bytes_per_token)
+        self._expert_sums = {
+            name: _sums(footprint.expert_bytes[node.weight_format]) for name, node in self.nodes.items()
+        }
+        self._fixed = {
+            (name, has_trunk): cluster.process_reserve_bytes
+            + costs.workspace_bytes(cluster, _used_for(node, has_trunk), footprint)
+            for name, node in self.nodes.items()
+            for has_trunk in (False, True)
+        }
+        self._predictions: dict[tuple[object, ...], GroupPrediction] = {}
+
+    # Memory.
+
+    def room(self, node: str, first: int, last: int, *, blocks: int) -> float:
+        """Bytes for experts on a node with the trunk of those layers; negative if even that does not fit."""
+        model, has_trunk = self.footprint, first < last
+        used = self._fixed[node, has_trunk]
+        if has_trunk:
+            ends = last == model.num_layers
+            used += self._layer_sums[last] - self._layer_sums[first] + model.table_bytes
+            used += model.embed_bytes if first == 0 or (ends and model.head_is_tied) else 0
+            used += model.head_bytes if ends else 0
+            used += blocks * model.block_tokens * (self._kv_sums[last] - self._kv_sums[first])
+        return float(self.nodes[node].memory_bytes - used)
+
+    def wanted_bytes(self, node: str, first: int, last: int) -> float:
+        """Bytes of all experts of layers [first, last) in a node's format."""
+        sums = self._expert_sums[node]
+        return float(sums[last] - sums[first]) * self.footprint.experts_per_layer
+
+    def coverage(self, node: str, first: int, last: int) -> float:
+        """Share of the experts of its layers that a stage can hold, 0 to 1; negative if the trunk does not fit.
+
+        All of them may cost KV down to one context, as a layout would have it; a part is what the wanted KV leaves.
+        """
+        least = self.room(node, first, last, blocks=self._least)
+        if least < 0:
+            return -1.0
+        wanted = self.wanted_bytes(node, first, last)
+        if EXPERTS not in self.nodes[node].roles:
+            return 0.0 if wanted else 1.0
+        if least >= wanted:
+            return 1.0
+        return max(0.0, self.room(node, first, last, blocks=self._wanted) / wanted)
+
+    def fits(self, groups: Sequence[GroupPlan], hosts: Collection[str]) -> bool:
+        """Whether every trunk fits, and all experts once."""
+        stages = {stage.node: stage for group in groups for stage in group.stages}
+        total = 0.0
+        for name in self.nodes:
+            stage = stages.get(name)
+            first, last = (stage.first_layer, stage.last_layer) if stage else (0, 0)
+            room = self.room(name, first, last, blocks=self._least)
+            if stage and room < 0:
+                return False
+            if name in hosts and EXPERTS in self.nodes[name].roles and room > 0:
+                total += room / max(self.wanted_bytes(name, 0, self.footprint.num_layers), 1.0)
+        return total >= 1 or not self.moe
+
+    # Time.
+
+    def predict(
+        self,
+        group: GroupPlan,
+        batch: int,
+        groups: Sequence[GroupPlan],
+        hosts: frozenset[str],
+        workload: Workload,
+    ) -> GroupPrediction:
+        """One step of a group of the plan (groups, hosts)."""
+        key = (group, batch, tuple(groups), hosts, workload.context_tokens)
+        if key not in self._predictions:
+            shares = [self._shares(stage, groups, hosts) for stage in group.stages]
+            self._predictions[key] = predict_stages(
+                self.footprint,
+                self.machines,
+                group.stages,
+                shares,
+                batch=batch,
+                context_tokens=workload.context_tokens,
+            )
+        return self._predictions[key]
+
+    def score(self, groups: Sequence[GroupPlan], hosts: frozenset[str], workload: Workload) -> float:
+        """Seconds per token of a plan, as its workload counts them; infinite if it cannot be."""
+        if not self.fits(groups, hosts):
+            return float("inf")
+        return workload.seconds(
+            lambda group, batch: self.predict(group, batch, groups, hosts, workload), groups
+        )
+
+    def _shares(self, stage: Stage, groups: Sequence[GroupPlan], hosts: frozenset[str]) -> ExpertShares:
+        """What a stage holds itself, and who holds the rest: those with most room first, as `host_choice` would ask."""
+        layers = [layer for layer in self.moe if layer in stage.layers]
+        share = self.coverage(stage.node, stage.first_layer, stage.last_layer)
+        share = max(0.0, share) if stage.node in hosts else 0.0
+        same_layers = [
+            self.coverage(other.node, other.first_layer, other.last_layer)
+            for group in groups
+            for other in group.stages
+            if other.node in hosts and set(other.layers) & set(stage.layers)
+        ]
+        at_homes = sum(max(0.0, other) for other in same_layers)
+        if at_homes > self.cluster.memory_ratio:  # fewer copies are allowed than the homes could hold
+            share *= self.cluster.memory_ratio / at_homes
+        return self._split(layers, share, self._helpers(stage.node, groups, hosts))
+
+    def _helpers(
+        self, home: str, groups: Sequence[GroupPlan], hosts: Collection[str]
+    ) -> list[tuple[str, float]]:
+        """(node, share of all experts that it has room for), most first."""
+        stages = {stage.node: stage for group in groups for stage in group.stages}
+        found = []
+        for name in self.nodes:
+            if name == home or name not in hosts or EXPERTS not in self.nodes[name].roles:
+                continue
+            stage = stages.get(name)
+            first, last = (stage.first_layer, stage.last_layer) if stage else (0, 0)
+            room = self.room(name, first, last, blocks=self._wanted)
+            wanted = max(self.wanted_bytes(name, 0, self.footprint.num_layers), 1.0)
+            if room > 0:
+                found.append((name, min(1.0, room / wanted)))
+        return sorted(found, key=lambda pair: (-pair[1], pair[0]))
+
+    def _split(
+        self, layers: Sequence[int], share: float, helpers: Sequence[tuple[str, float]]
+    ) -> ExpertShares:
+        K, E = self.footprint.top_k, self.footprint.experts_per_layer
+        columns, names, left = [share], [], 1.0 - share
+        for name, room in helpers:
+            if left <= 1e-9:
+                break
+            columns.append(min(left, room))
+            names.append(name)
+            left -= columns[-1]
+        if left > 1e-9 and names:  # somebody has to hold it: KV will shrink for it
+            scale = (1.0 - share) / (1.0 - share - left)
+            columns[1:] = [column * scale for column in columns[1:]]
+        parts = np.tile(np.array(columns), (len(layers), 1))
+        return ExpertShares(tuple(names), K * parts, E * parts)
+
+    def stage_costs(self, workload: Workload, hosts: frozenset[str]) -> tuple[list[str], Floats, Floats]:
+        """Nodes that may run layers, [N, L+1, L+1] their seconds for layers [a, b), [N, N] seconds of a hop.
+
+        Seconds are weighed over the workload's batches. Infinite where the trunk does not fit.
+        """
+        names = [name for name, node in self.nodes.items() if DECODE in node.roles]
+        L = self.footprint.num_layers
+        table = np.full((len(names), L + 1, L + 1), np.inf)
+        steps = np.arange(FRACTIONS + 1) / FRACTIONS
+        total = sum(weight for _, weight in workload.batches)
+        for row, name in enumerate(names):
+            helpers = self._helpers(name, (), hosts)
+            seconds, head, fixed = np.zeros((FRACTIONS + 1, L)), 0.0, 0.0
+            for batch, weight in workload.batches:
+                trunk, of_head = trunk_seconds(
+                    self.footprint, self.machines.speed(name), batch, workload.context_tokens
+                )
+                seconds += weight / total * trunk
+                head += weight / total * of_head
+                fixed += weight / total * self.machines.speed(name).step_overhead_s
+                for index, step in enumerate(steps if self.moe else ()):
+                    local, wait, _ = expert_seconds(
+                        self.footprint,
+                        self.machines,
+                        home=name,
+                        layers=self.moe,
+                        shares=self._split(self.moe, float(step), helpers),
+                        batch=batch,
+                    )
+                    seconds[index, self.moe] += weight / total * (local + wait)
+            sums = np.concatenate([np.zeros((FRACTIONS + 1, 1)), np.cumsum(seconds, axis=1)], axis=1)
+            for first in range(L):
+                for last in range(first + 1, L + 1):
+                    share = self.coverage(name, first, last)
+                    if share < 0 or (share < 1 and not helpers):
+                        continue
+                    level = int(share * FRACTIONS)
+                    table[row, first, last] = fixed + sums[level, last] - sums[level, first]
+                    if last == L:
+                        table[row, first, last] += head
+        rows = sum(weight / total * batch for batch, weight in workload.batches)
+        hops = np.zeros((len(names), len(names)))
+        for i, sender in enumerate(names):
+            for j, receiver in enumerate(names):
+                if i != j:
+                    link, speed = self.machines.link(sender, receiver), self.machines.speed(receiver)
+                    hops[i, j] = hop_seconds(link, speed, rows * self.footprint.width * WIRE_ITEM_BYTES)
+        return names, table, hops
+
+
+def _sums(sizes: Sequence[int]) -> list[int]:
+    """[L+1] running sums from 0."""
+    return [0, *accumulate(sizes)]
+
+
+def _used_for(node: Node, has_trunk: bool) -> Node:
+    return replace(node, roles=(node.roles & {EXPERTS}) | ({DECODE} if has_trunk else set()))

@@ -1,0 +1,79 @@
+"""What a plan is to be good at, and how good decode groups are at it together. Knows predictions, not how they come about."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from topology.node_plan import GroupPlan
+from topology.step_time import DEFAULT_CONTEXT_TOKENS, GroupPrediction
+
+LATENCY, THROUGHPUT = "latency", "throughput"
+OBJECTIVES = (LATENCY, THROUGHPUT)
+
+Predict = Callable[[GroupPlan, int], GroupPrediction]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """How many requests decode at once, and what counts."""
+
+    batches: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    """(requests at once in the whole cluster, how much that counts)."""
+    objective: str = LATENCY
+    """`latency`: seconds between two tokens of a request. `throughput`: seconds for each token of all requests."""
+    context_tokens: float = DEFAULT_CONTEXT_TOKENS
+    """Tokens of KV that a row attends to, on average."""
+
+    def seconds(self, predict: Predict, groups: Sequence[GroupPlan]) -> float:
+        """What groups take, weighed over the batches; less is better, infinite if no group can serve.
+
+        Requests are shared out over as many of the groups as serve them best, in proportion to their rates.
+        """
+        total = sum(weight for _, weight in self.batches)
+        return sum(weight / total * self._at(predict, groups, requests) for requests, weight in self.batches)
+
+    def _at(self, predict: Predict, groups: Sequence[GroupPlan], requests: int) -> float:
+        if not groups:
+            return float("inf")
+        alone = {group: period_s(predict, group, 1) for group in groups}
+        fastest_first = sorted(groups, key=lambda group: alone[group])
+        best = float("inf")
+        for num_used in range(1, min(len(groups), requests) + 1):
+            used = fastest_first[:num_used]
+            counts = _shares(requests, [1 / alone[group] for group in used])
+            periods = [
+                period_s(predict, group, count) for group, count in zip(used, counts, strict=True) if count
+            ]
+            served = [count for count in counts if count]
+            if self.objective == THROUGHPUT:
+                rate = sum(count / period for count, period in zip(served, periods, strict=True))
+                best = min(best, 1 / rate if rate else float("inf"))
+            else:
+                waits = sum(count * period for count, period in zip(served, periods, strict=True))
+                best = min(best, waits / requests)
+        return best
+
+
+def period_s(predict: Predict, group: GroupPlan, requests: int) -> float:
+    """Seconds between two tokens of each of `requests` requests of one group.
+
+    A pipeline may cut them into as many batches as it has stages: then stages work side by side, and a batch comes
+    round after its own way, or when the slowest stage has served all the others.
+    """
+    best = float("inf")
+    for num_batches in range(1, min(len(group.stages), requests) + 1):
+        prediction = predict(group, -(-requests // num_batches))
+        best = min(best, max(prediction.latency_s, num_batches * prediction.slowest_s))
+    return best
+
+
+def _shares(amount: int, rates: Sequence[float]) -> list[int]:
+    """Whole shares of an amount in proportion to rates: largest remainders get what is left over."""
+    total = sum(rates)
+    if total <= 0:
+        return [amount, *[0] * (len(rates) - 1)]
+    exact = [amount * rate / total for rate in rates]
+    shares = [int(share) for share in exact]
+    order = sorted(range(len(rates)), key=lambda index: (shares[index] - exact[index], index))
+    for index in order[: amount - sum(shares)]:
+        shares[index] += 1
+    return shares
