@@ -14,7 +14,7 @@ from edge_runtime.transport.heartbeat import (
     next_change_s,
 )
 
-RULE = BeatRule(interval_s=1.0, suspect_after_s=3.0, lost_after_s=10.0, beats_to_return=3)
+RULE = BeatRule(interval_s=1.0, suspect_after_s=3.0, lost_after_s=10.0, return_after_s=1.5)
 
 
 def states(beats, *times):
@@ -58,6 +58,14 @@ def test_a_flickering_peer_does_not_return():
     for now in range(20, 200, 5):
         beats = heard(looked(beats, float(now), RULE), float(now), RULE)
         assert states(beats, now) == ["lost"]
+
+
+def test_many_beats_at_once_as_after_a_cut_are_not_enough():
+    beats = looked(Beats(0.0), 11.0, RULE)
+    for _ in range(9):
+        beats = heard(beats, 12.0, RULE)
+    assert states(beats, 12.0) == ["lost"]
+    assert states(heard(heard(beats, 13.0, RULE), 14.0, RULE), 14.0) == ["alive"]
 
 
 def test_a_watcher_that_slept_hears_before_it_looks_and_loses_nobody():
@@ -105,21 +113,18 @@ def test_what_is_found_changes_exactly_when_foretold(steps):
             assert states(beats, change_s + 1e-6) != [state]
 
 
-@given(events)
-def test_who_was_found_lost_stays_so_until_enough_beats_came_in_a_row(steps):
-    beats, now, streak, last = Beats(0.0), 0.0, 0, 0.0
+@given(st.lists(st.tuples(st.floats(0.01, 4.0), st.booleans()), max_size=60))
+def test_who_was_found_lost_stays_so_until_it_was_heard_without_a_gap_for_long_enough(steps):
+    beats, now, times = looked(Beats(0.0), 20.0, RULE), 20.0, []
     for gap, is_beat in steps:
         now += gap
-        was_lost = beats.is_lost
         beats = (heard if is_beat else looked)(beats, now, RULE)
-        if is_beat:
-            streak = streak + 1 if now - last < RULE.suspect_after_s and was_lost else 1
-            last = now
-            assert beats.is_lost == (was_lost and streak < RULE.beats_to_return)
-            streak = streak if beats.is_lost else 0
-        else:
-            assert beats.is_lost == (was_lost or now - last >= RULE.lost_after_s)
-            streak = streak if was_lost else 0
+        times += [now] * is_beat
+        if not beats.is_lost:
+            gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+            unbroken = [at for index, at in enumerate(times) if all(gap < 3.0 for gap in gaps[index:])]
+            assert unbroken[-1] - unbroken[0] >= RULE.return_after_s
+            return
 
 
 @given(st.floats(0.01, 100.0), st.floats(2.001, 50.0))
@@ -130,4 +135,4 @@ def test_a_files_heartbeat_and_loss_always_make_a_rule(interval_s, ratio):
 
 def test_times_that_would_lose_a_peer_for_one_missed_beat_are_our_own_fault():
     with pytest.raises(AssertionError):
-        BeatRule(interval_s=1.0, suspect_after_s=1.5, lost_after_s=10.0)
+        BeatRule(interval_s=1.0, suspect_after_s=1.5, lost_after_s=10.0, return_after_s=1.5)
