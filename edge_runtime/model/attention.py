@@ -13,7 +13,7 @@ from torch import Tensor
 
 from edge_runtime.model.spec import AttentionSpec
 from kernels import ops
-from kernels.ops import LinearWeight
+from kernels.ops import HeadsWeight, LinearWeight
 
 
 class AttentionBatch(NamedTuple):
@@ -61,10 +61,8 @@ class LatentWeights(NamedTuple):
     out: LinearWeight  # [D, H U]
     rope: tuple[Tensor, Tensor]  # cos and sin, [S, R/2]
     kv_latent_norm: Tensor  # [C]
-    to_latent: tuple[
-        LinearWeight, ...
-    ]  # H of [C, A]: a plain query into the latent, so that no key is rebuilt
-    from_latent: tuple[LinearWeight, ...]  # H of [U, C]: a mixture of latents into the head's value
+    to_latent: HeadsWeight  # H of [C, A]: a plain query into the latent, so that no key is rebuilt
+    from_latent: HeadsWeight  # H of [U, C]: a mixture of latents into the head's value
     q_latent_norm: Tensor | None = None  # [Q]
     q_up: LinearWeight | None = None  # [H (A + R), Q]
     down_bias: Tensor | None = None
@@ -75,7 +73,7 @@ class AttentionRows(NamedTuple):
     """The buffers of one step's T rows of a layer with its own heads: views of one allocation, made once per T."""
 
     projected: Tensor  # [T, (H + 2 G) P] or fewer, what the projection writes
-    turned: Tensor  # [T, (H + 2 G) P] or fewer, what a clip touches
+    clipped: Tensor  # [T, (H + 2 G) P] or H P, all three
     q: Tensor  # [T, H, P], in projected
     k: Tensor  # [T, G, P], in projected
     v: Tensor  # [T, G, P], in projected or behind it
@@ -97,7 +95,8 @@ class LatentRows(NamedTuple):
     v: Tensor  # [T, 1, C], in down
     absorbed: Tensor  # [T, H, C + R], queries as the latent sees them
     mixed: Tensor  # [T, H, C]
-    values: Tensor  # [T, H U]
+    values: Tensor  # [T, H, U]
+    value_rows: Tensor  # [T, H U], the same memory
 
 
 def attention_floats(spec: AttentionSpec) -> int:
@@ -123,8 +122,17 @@ def _head_rows(spec: AttentionSpec, qkv: Tensor, mixed: Tensor) -> AttentionRows
     G = 0 if spec.kv_shared_with is not None else G
     q, k, v = qkv.split([H * P, G * P, G * P], dim=1)
     written = qkv[:, : (H + G) * P] if spec.values_are_keys else qkv
-    heads = (part.unflatten(1, (-1, P)) if part.shape[1] else part for part in (q, k, v))
-    return AttentionRows(written, qkv, *heads, q, k, mixed.unflatten(1, (H, P)), mixed)
+    return AttentionRows(
+        projected=written,
+        clipped=qkv,
+        q=q.unflatten(1, (H, P)),
+        k=k.unflatten(1, (G, P)),
+        v=v.unflatten(1, (G, P)),
+        q_rows=q,
+        k_rows=k,
+        mixed=mixed.unflatten(1, (H, P)),
+        mixed_rows=mixed,
+    )
 
 
 def _latent_widths(spec: AttentionSpec) -> tuple[int, int, int, int, int]:
@@ -152,7 +160,8 @@ def _latent_rows(
         v=kv[:, :C].unflatten(1, (1, C)),
         absorbed=absorbed.unflatten(1, (H, C + R)),
         mixed=mixed.unflatten(1, (H, C)),
-        values=values,
+        values=values.unflatten(1, (H, -1)),
+        value_rows=values,
     )
 
 
@@ -183,9 +192,7 @@ def attend(
     else:
         assert isinstance(rows, AttentionRows), "rows made by another spec"
         mixed = _attend_heads(spec, weights, x, batch, rows, pages, options, norm_eps)
-    ops.linear(mixed, weights.out, out=out, add=add)
-    if weights.out_bias is not None:
-        out.add_(weights.out_bias)
+    ops.linear(mixed, weights.out, bias=weights.out_bias, out=out, add=add)
 
 
 def _attend_heads(
@@ -201,9 +208,7 @@ def _attend_heads(
     """[T, H P], before the output projection."""
     cos, sin = weights.rope
     has_keys = spec.kv_shared_with is None
-    ops.linear(x, weights.qkv, out=rows.projected)
-    if weights.qkv_bias is not None:
-        rows.projected.add_(weights.qkv_bias)
+    ops.linear(x, weights.qkv, bias=weights.qkv_bias, out=rows.projected)
     if spec.values_are_keys and has_keys:
         rows.v.copy_(rows.k)
     q_norm, k_norm = weights.q_norm, weights.k_norm
@@ -212,14 +217,14 @@ def _attend_heads(
         ops.rms_norm(rows.k_rows, k_norm, norm_eps, out=rows.k_rows)
         q_norm = k_norm = None
     if spec.clip is not None:
-        rows.turned.clamp_(-spec.clip, spec.clip)
-    ops.head_norm_rope(rows.q, q_norm, norm_eps, cos, sin, batch.positions)
+        rows.clipped.clamp_(-spec.clip, spec.clip)
+    interleaved = spec.rope.interleaved
+    ops.head_norm_rope(rows.q, q_norm, norm_eps, cos, sin, batch.positions, interleaved=interleaved)
     if has_keys:
-        ops.head_norm_rope(rows.k, k_norm, norm_eps, cos, sin, batch.positions)
+        ops.head_norm_rope(rows.k, k_norm, norm_eps, cos, sin, batch.positions, interleaved=interleaved)
         if spec.value_norm:
-            for head in range(spec.num_kv_heads):
-                values = rows.v[:, head]
-                ops.rms_norm(values, _ones(spec.head_width), norm_eps, out=values)
+            unturned = cos[:, :0]
+            ops.head_norm_rope(rows.v, _ones(spec.head_width), norm_eps, unturned, unturned, batch.positions)
         ops.kv_write(rows.k, rows.v, *pages, batch.slots)
     _paged(spec, rows.q, pages, batch, rows.mixed, options)
     return rows.mixed_rows
@@ -240,9 +245,8 @@ def _attend_latent(
     into the latent and all heads attend to the same short keys, which are also the values before W_v.
     """
     assert spec.latent is not None, "latent weights belong to a latent spec"
-    plain, value_width, eps = spec.latent.plain_width, spec.latent.value_width, spec.latent.norm_eps
-    turned = rows.k[..., spec.latent.width :]
-    q_turned = rows.absorbed[..., spec.latent.width :]
+    eps, plain, C = spec.latent.norm_eps, spec.latent.plain_width, spec.latent.width
+    q_turned, k_turned = rows.absorbed[..., C:], rows.k[..., C:]
     ops.linear(x, weights.down, out=rows.down)
     if weights.down_bias is not None:
         rows.down[:, -len(weights.down_bias) :].add_(weights.down_bias)
@@ -251,22 +255,14 @@ def _attend_latent(
         ops.rms_norm(rows.q_latent, weights.q_latent_norm, eps, out=rows.q_latent)
         ops.linear(rows.q_latent, weights.q_up, out=rows.q_rows)
     ops.rms_norm(rows.latent, weights.kv_latent_norm, eps, out=rows.latent)
-    for head, weight in enumerate(weights.to_latent):
-        ops.linear(rows.q[:, head, :plain], weight, out=rows.absorbed[:, head, : spec.latent.width])
+    ops.linear_heads(rows.q[..., :plain], weights.to_latent, out=rows.absorbed[..., :C])
     q_turned.copy_(rows.q[..., plain:])
-    for part in (q_turned, turned):
-        _turn(spec, part, weights.rope, batch.positions)
+    for part in (q_turned, k_turned):
+        ops.head_norm_rope(part, None, 0.0, *weights.rope, batch.positions, interleaved=spec.rope.interleaved)
     ops.kv_write(rows.k, rows.v, *pages, batch.slots)
     _paged(spec, rows.absorbed, pages, batch, rows.mixed, options)
-    for head, weight in enumerate(weights.from_latent):
-        part = rows.values[:, head * value_width : (head + 1) * value_width]
-        ops.linear(rows.mixed[:, head], weight, out=part)
-    return rows.values
-
-
-def _turn(spec: AttentionSpec, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor) -> None:
-    layout = {"interleaved": True} if spec.rope.interleaved else {}
-    ops.head_norm_rope(x, None, 0.0, *rope, positions, **layout)
+    ops.linear_heads(rows.mixed, weights.from_latent, out=rows.values)
+    return rows.value_rows
 
 
 def _paged(

@@ -16,9 +16,9 @@ from edge_runtime.model.gate import GateWeights
 from edge_runtime.model.layers import LayerWeights, Trunk
 from edge_runtime.model.moe import ExpertStore
 from edge_runtime.model.rope import rope_keys, rope_table
-from edge_runtime.model.spec import ExpertSpec, LatentSpec, LayerSpec, ModelSpec
+from edge_runtime.model.spec import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec
 from kernels import ops
-from kernels.ops import ExpertBank, ExpertWeight, LinearWeight
+from kernels.ops import ExpertBank, ExpertWeight, HeadsWeight, LinearWeight
 from topology.ids import ExpertId
 
 Progress = Callable[[int, int, str], None]
@@ -33,7 +33,6 @@ STORED_FORMATS = {
 }
 
 T = TypeVar("T")
-Packed = LinearWeight | Tensor | ExpertBank | tuple[LinearWeight, ...]
 
 
 def quiet(bytes_done: int, bytes_total: int, what: str) -> None:
@@ -171,11 +170,9 @@ class _Loader:
 
         def pack(tensors: list[Tensor]) -> ExpertWeight:
             widened = _alike(tensors[: len(matrices)])
-            biases = {
-                name: tensor.float().contiguous()
-                for name, tensor in zip(names[len(matrices) :], tensors[len(matrices) :], strict=True)
-            }
-            return ops.pack_expert(*widened, format=packed, **activation_options(spec), **biases)
+            named: dict[str, Any] = dict(zip(names, [*widened, *tensors[len(matrices) :]], strict=True))
+            gate, up, down = named.pop("gate", None), named.pop("up"), named.pop("down")
+            return ops.pack_expert(gate, up, down, format=packed, **activation_options(spec), **named)
 
         return self.load(parts, pack, what)
 
@@ -183,17 +180,19 @@ class _Loader:
         """Float32, of one or several parts after another; always memory of its own."""
         return self.load(parts, lambda tensors: torch.cat([t.float() for t in tensors]), parts[0].name)
 
-    def heads(
-        self, part: Part, latent: LatentSpec
-    ) -> tuple[tuple[LinearWeight, ...], tuple[LinearWeight, ...]]:
+    def heads(self, part: Part, spec: AttentionSpec) -> tuple[HeadsWeight, HeadsWeight]:
         """A matrix of [H (A + U), C]: for each head the first A rows turned around, and the last U as they are."""
         stored = self._format([part], "as_stored")
+        latent = spec.latent
+        assert latent is not None, "only latent attention has a matrix per head"
 
-        def pack(tensors: list[Tensor]) -> tuple[tuple[LinearWeight, ...], tuple[LinearWeight, ...]]:
-            by_head = tensors[0].split(latent.plain_width + latent.value_width)
-            pairs = [head.split([latent.plain_width, latent.value_width]) for head in by_head]
-            keys = tuple(ops.pack_linear(key.t().contiguous(), format=stored) for key, _ in pairs)
-            return keys, tuple(ops.pack_linear(value, format=stored) for _, value in pairs)
+        def pack(tensors: list[Tensor]) -> tuple[HeadsWeight, HeadsWeight]:
+            by_head = tensors[0].unflatten(0, (spec.num_heads, -1))
+            keys, values = by_head.split([latent.plain_width, latent.value_width], dim=1)
+            return (
+                ops.pack_linear_heads(keys.transpose(1, 2), format=stored),
+                ops.pack_linear_heads(values, format=stored),
+            )
 
         return self.load([part], pack, part.name)
 
@@ -237,9 +236,7 @@ def _load_packing(loader: _Loader, spec: ModelSpec, layer: int, packing: Packing
     if packing.kind == "vector":
         return loader.vector(parts)
     if packing.kind == "heads":
-        latent = spec.layers[layer].attention.latent
-        assert latent is not None, "only latent attention has a matrix per head"
-        return loader.heads(parts[0], latent)
+        return loader.heads(parts[0], spec.layers[layer].attention)
     mlp = dense_spec(spec.layers[layer])
     bank = ExpertBank(1, spec.width, mlp.width)
     bank.set(0, loader.expert(parts, mlp, parts[0].name))

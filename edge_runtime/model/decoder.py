@@ -7,7 +7,6 @@ and no node; `AttentionBatch` says where each row stands.
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -229,7 +228,9 @@ class Decoder:
         ops.rms_norm(hidden, self._trunk.final_norm, self.spec.norm_eps, out=x)
         logits = ops.linear(x, self._trunk.head, out=self._logits[:num_rows])
         cap = self.spec.logit_soft_cap
-        return logits if cap is None else _soft_capped(logits, cap)
+        if cap is not None:
+            ops.soft_cap(logits, cap)
+        return logits
 
     def run(
         self,
@@ -327,12 +328,3 @@ def _not_finite(
     return Missing(
         wrong, f"layer {layer} experts {experts} on {port.host_names[0]} gave numbers that are not finite"
     )
-
-
-def _soft_capped(logits: Tensor, cap: float) -> Tensor:
-    """cap * tanh(logits / cap), in place. By numpy, whose tanh has one result wherever a number stands in memory."""
-    array = logits.numpy()
-    np.divide(array, np.float32(cap), out=array)
-    np.tanh(array, out=array)
-    np.multiply(array, np.float32(cap), out=array)
-    return logits

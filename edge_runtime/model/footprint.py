@@ -103,4 +103,5 @@ def _mlp_bytes(checkpoint: Checkpoint, parts: Sequence[Part], spec: ExpertSpec, 
     stored = packed_format([checkpoint.stored_dtype(part) for part in matrices], weight_format)
     F, D = matrices[0].shape
     assert F == spec.width, "the first matrix of an MLP has its inner width"
-    return packed_expert_bytes(D, F, ITEM_BYTES[stored])
+    gated = spec.activation != "relu"
+    return packed_expert_bytes(D, F, ITEM_BYTES[stored], gated=gated, biases=spec.has_bias)

@@ -36,9 +36,7 @@ def gate(
     returns  expert_ids [T, K] int32, best first, and gate_weights [T, K] float32
     """
     options = gate_options(spec, weights) if options is None else options
-    ops.linear(x, weights.weight, out=logits)
-    if weights.bias is not None:
-        logits.add_(weights.bias)
+    ops.linear(x, weights.weight, bias=weights.bias, out=logits)
     return ops.gate_topk(logits, spec.top_k, renormalise=spec.renormalise, **options)
 
 

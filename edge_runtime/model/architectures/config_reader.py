@@ -282,15 +282,16 @@ class ConfigReader:
         if not isinstance(settings, Mapping):
             raise self.fault("quantization_config", settings, "must be an object")
         method = settings.get("quant_method")
-        if method not in allowed:
+        if not isinstance(method, str) or method not in allowed:
             known = ", ".join(map(repr, allowed))
             raise self.fault("quantization_config.quant_method", method, f"is not supported, only {known}")
-        neutral = QUANTISATION_KEYS[method]
+        known_keys = QUANTISATION_KEYS[method]
         for key, value in settings.items():
-            if key in neutral and neutral[key] is not None and value not in neutral[key]:
-                wanted = " or ".join(map(repr, neutral[key]))
+            run = known_keys.get(key)
+            if run is not None and value not in run:
+                wanted = " or ".join(map(repr, run))
                 raise self.fault(f"quantization_config.{key}", value, f"is not supported, only {wanted}")
-            if key not in neutral and value not in (None, False, [], {}):
+            if key not in known_keys and value not in (None, False, [], {}):
                 raise self.fault(f"quantization_config.{key}", value, "is not known")
         if method != "fp8":
             return Quantisation(method)

@@ -85,10 +85,15 @@ def read_spec(config: ConfigReader) -> ModelSpec:
     def layer(attention: AttentionSpec) -> LayerSpec:
         factor = 2 if wide and attention.kv_shared_with is not None else 1
         dense = ExpertSpec(width=factor * mlp_width, activation="geglu_tanh")
-        common = {"attention": attention, "output_norms": True, "output_scale": True}
-        if gate is None or expert is None:
-            return LayerSpec(kind="dense", ffn=dense, **common)
-        return LayerSpec(kind="moe", ffn=expert, gate=gate, parallel_dense=dense, **common)
+        return LayerSpec(
+            attention=attention,
+            kind="dense" if gate is None else "moe",
+            ffn=dense if expert is None else expert,
+            gate=gate,
+            parallel_dense=None if gate is None else dense,
+            output_norms=True,
+            output_scale=True,
+        )
 
     return ModelSpec(
         family="gemma4",

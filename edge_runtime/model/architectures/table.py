@@ -186,8 +186,8 @@ def layer_packings(spec: LayerSpec) -> dict[str, Packing]:
 def _attention_packings(spec: AttentionSpec) -> dict[str, Packing]:
     if spec.latent is not None:
         return _latent_packings(spec)
-    projected = ("q",) if spec.kv_shared_with is not None else ("q", "k", "v")
-    projected = projected[:2] if spec.values_are_keys else projected
+    projected: tuple[str, ...] = ("q", "k") if spec.values_are_keys else ("q", "k", "v")
+    projected = projected[:1] if spec.kv_shared_with is not None else projected
     found = {"qkv": Packing("linear", projected), "out": Packing("linear", ("o",))}
     if spec.qkv_bias:
         found["qkv_bias"] = Packing("vector", tuple(f"{role}_bias" for role in projected))
