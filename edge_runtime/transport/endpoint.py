@@ -33,6 +33,7 @@ _ZERO_COPY_BYTES = (
 _HANDSHAKE_MS = 5000
 _PING_MS, _PING_TIMEOUT_MS = 2000, 6000  # finds links that were cut without a word
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
+_RETRY_REJECTED_S = 1.0  # ZeroMQ never tries again where a key was refused, but keys come and go
 _MAX_NAMES = 1024  # connections remembered with the name of their shaped link
 _LAST, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 _HANDSHAKE_FAILED = (
@@ -272,16 +273,25 @@ class Channel(AnyChannel):
         self._host, self._port = split_address(address)
         require_keys_for(address, keys)
         self._keys = keys
-        self._server_key = (server_key or keys.of_peer(name)) if keys else None
+        self._given_key = server_key
+        self._server_key: bytes | str | None = None
         self._high_water = high_water
         self._max_frame_bytes = max_frame_bytes
         self._open()
+
+    def _expected_key(self) -> bytes | str | None:
+        """The peer's key as the folder has it now; where it has none, the one given, or the last it had."""
+        if self._keys is None:
+            return None
+        known = self._keys.peers.get(self.name) or self._given_key or self._server_key
+        return known or self._keys.of_peer(self.name)
 
     def _open(self) -> None:
         self._is_up = self._was_lost = self._was_rejected = False
         self._timeout_ms = -1
         self.last_heard_s = None
         self._opened_s = self.clock.now()
+        self._server_key = self._expected_key()
         self._held: Held[Envelope] | None = Held(self._shaping.link_from) if self._shaping else None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         _set_common_options(self._socket, self.address, self._high_water, self._max_frame_bytes)
@@ -351,7 +361,19 @@ class Channel(AnyChannel):
         """Whether its shaped link makes the connection one of "down" and "lost"."""
         return self._shaping is not None and self._shaping.connection(self.name, self._opened_s) in how
 
+    def _retry_with_keys(self) -> None:
+        """Connect anew with the keys as they are now, some time after a handshake failed or if the peer's changed."""
+        is_due = self.clock.now() - self._opened_s >= _RETRY_REJECTED_S
+        if not is_due or self._keys is None or self._is_up or self._was_lost:
+            return
+        was_rejected = self._was_rejected
+        if was_rejected or self._expected_key() != self._server_key:
+            self.reconnect()
+            self._was_rejected = was_rejected
+
     def wait_until_up(self, timeout_s: float) -> bool:
+        self._read_events()
+        self._retry_with_keys()
         if self._is_cut_off("down", "lost"):
             self.clock.sleep(timeout_s)
             return False
@@ -362,6 +384,7 @@ class Channel(AnyChannel):
 
     def is_up(self) -> bool:
         self._read_events()
+        self._retry_with_keys()
         return self._is_up and not self._is_cut_off("down", "lost")
 
     def is_lost(self) -> bool:

@@ -1,11 +1,14 @@
 """CURVE keys: making and reading the files, and letting in only peers whose key is known.
 
 `NAME.key` holds a public key and may be copied anywhere; `NAME.key_secret` never leaves its machine. A folder's public
-keys are the peers that may talk to its owner. Knows nothing of messages.
+keys are the peers that may talk to its owner: those there are when a peer connects, so that keys come and go while
+everybody runs. `NAME+ANYTHING.key` is one more key of NAME, for the time in which the old one and the new one are good.
+Knows nothing of messages.
 """
 
 import contextlib
 import ipaddress
+import logging
 import os
 import re
 import threading
@@ -18,25 +21,79 @@ from zmq.utils import z85
 
 from edge_runtime.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _Z85 = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
+class KeyFolder:
+    """The public keys in a folder, read again when a file was added, removed or changed. May be used by any thread."""
+
+    def __init__(self, path: Path) -> None:
+        """ConfigError if a key in it is damaged; one that is damaged later counts as removed."""
+        self.path = path
+        self._known = (self._signature(), {name: _read_key(file) for name, file in self._files()})
+
+    def read(self) -> dict[str, bytes]:
+        """The keys there are now, by the names of their files."""
+        signature, keys = self._known
+        found = self._signature()
+        if found != signature:
+            keys = self._read_what_is_good()
+            self._known = (found, keys)
+        return keys
+
+    def _files(self) -> list[tuple[str, Path]]:
+        return [(path.name.removesuffix(".key"), path) for path in sorted(self.path.glob("*.key"))]
+
+    def _signature(self) -> tuple[object, ...]:
+        """Differs whenever a key may be another."""
+        try:
+            with os.scandir(self.path) as entries:
+                files = [(entry.name, entry.stat()) for entry in entries if entry.name.endswith(".key")]
+        except OSError:  # a file went away while we looked, or the whole folder did
+            return ()
+        return tuple(sorted((name, stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in files))
+
+    def _read_what_is_good(self) -> dict[str, bytes]:
+        keys = {}
+        for name, path in self._files():
+            try:
+                keys[name] = _read_key(path)
+            except (ConfigError, OSError) as error:
+                log.warning("a key counts as removed: %s", error)
+        return keys
+
+
 @dataclass(frozen=True)
 class Keys:
-    """One process's key pair and the public keys it trusts, by name. All keys are 40 characters of Z85."""
+    """One process's key pair and the public keys it trusts. All keys are 40 characters of Z85."""
 
     name: str
     public: bytes
     secret: bytes = field(repr=False)
-    peers: Mapping[str, bytes]
+    folder: KeyFolder
+
+    @property
+    def peers(self) -> Mapping[str, bytes]:
+        """The keys that are trusted now, by the names of their files."""
+        return {self.name: self.public} | self.folder.read()
 
     def of_peer(self, name: str) -> bytes:
-        if name not in self.peers:
-            raise ConfigError(
-                f"there is no key of {name!r}; known are {', '.join(sorted(self.peers)) or 'none'}"
-            )
-        return self.peers[name]
+        """The key that peer is expected to have."""
+        peers = self.peers
+        if name not in peers:
+            raise ConfigError(f"there is no key of {name!r}; known are {', '.join(sorted(peers)) or 'none'}")
+        return peers[name]
+
+    def owner_of(self, public: bytes) -> str | None:
+        """Whose key that is, None if it is not trusted."""
+        return next((owner_of_file(name) for name, key in self.peers.items() if key == public), None)
+
+
+def owner_of_file(name: str) -> str:
+    return name.partition("+")[0]
 
 
 def new_keys(folder: Path, names: Iterable[str]) -> list[Path]:
@@ -69,13 +126,14 @@ def load_keys(folder: Path, own_name: str) -> Keys:
     if secret_path.stat().st_mode & 0o077:
         raise ConfigError(f"{secret_path} can be read by others; run: chmod 600 {secret_path}")
     secret = _read_key(secret_path)
-    peers = {path.name.removesuffix(".key"): _read_key(path) for path in sorted(folder.glob("*.key"))}
+    known = KeyFolder(folder)
     public = zmq.curve_public(secret)
-    if peers.setdefault(own_name, public) != public:
+    own = [key for name, key in known.read().items() if owner_of_file(name) == own_name]
+    if own and public not in own:
         raise ConfigError(
             f"{folder / own_name}.key is not the public half of {secret_path}; copy the right one"
         )
-    return Keys(own_name, public, secret, peers)
+    return Keys(own_name, public, secret, known)
 
 
 def _read_key(path: Path) -> bytes:
@@ -112,7 +170,7 @@ class Doorkeeper:
     """Answers ZeroMQ's question, for each connection to a context, whether its key is known (ZAP, RFC 27)."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
-        self._owners = {key: name for name, key in keys.peers.items()}
+        self._keys = keys
         self._socket = context.socket(zmq.REP)
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind("inproc://zeromq.zap.01")
@@ -137,7 +195,7 @@ class Doorkeeper:
         owner = None
         if mechanism == b"CURVE":
             with contextlib.suppress(ValueError):
-                owner = self._owners.get(z85.encode(key))
+                owner = self._keys.owner_of(z85.encode(key))
         if owner is None:
             return [version, request_id, b"400", b"key not known", b"", b""]
         return [version, request_id, b"200", b"OK", owner.encode(), b""]

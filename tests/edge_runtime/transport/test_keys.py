@@ -1,7 +1,10 @@
+import shutil
 import stat
+import threading
 
 import pytest
 
+from edge_runtime.clock import SystemClock
 from edge_runtime.errors import ConfigError, DeadlinePassed
 from edge_runtime.protocol import Hello, Stop, Welcome
 from edge_runtime.transport.endpoint import Channel, Server
@@ -162,3 +165,163 @@ def test_two_keyed_servers_live_in_one_process(folder, server):
     n1, n2 = load_keys(folder, "n1"), load_keys(folder, "n2")
     with Server("127.0.0.1:0", keys=n2) as other, Channel(other.address, name="n2", keys=n1) as channel:
         assert channel.wait_until_up(SOON_S)
+
+
+# Rotation: keys come and go while everybody runs.
+
+
+def until(found):
+    """The first true answer; how often is asked does not matter, since the deadline is far."""
+    clock, deadline = SystemClock(), SystemClock().now() + 2 * SOON_S
+    while not (answer := found()):
+        assert clock.now() < deadline, "it did not happen in time"
+    return answer
+
+
+def talks(channel, server, word):
+    """A message goes through on this very connection, and an answer comes back."""
+    assert channel.send(Stop(word))
+    peer, envelope = until(lambda: server.receive(0.05))
+    assert envelope.message == Stop(word)
+    assert server.send(peer, Stop("yes"))
+    assert channel.receive(SOON_S).message == Stop("yes")
+
+
+def newcomer(tmp_path, folder, name="n9"):
+    """Another machine's folder: its own pair, and the public key of n1."""
+    new_keys(tmp_path / name, [name])
+    shutil.copy(folder / "n1.key", tmp_path / name / "n1.key")
+    return tmp_path / name
+
+
+def test_a_new_key_is_let_in_by_a_server_that_runs_and_by_a_channel_that_was_refused_before(
+    folder, server, tmp_path
+):
+    theirs = newcomer(tmp_path, folder)
+    with Channel(server.address, name="n1", keys=load_keys(theirs, "n9")) as channel:
+        until(lambda: not channel.is_up() and "handshake failed" in channel.why_unreachable())
+        shutil.copy(theirs / "n9.key", folder / "n9.key")
+        until(lambda: channel.wait_until_up(0.05))
+        talks(channel, server, "let in")
+        assert server.key_owner == "n9"
+
+
+def test_a_removed_key_keeps_its_connection_and_gets_no_other(folder, server, tmp_path):
+    theirs = newcomer(tmp_path, folder)
+    shutil.copy(theirs / "n9.key", folder / "n9.key")
+    keys = load_keys(theirs, "n9")
+    with Channel(server.address, name="n1", keys=keys) as channel:
+        assert channel.wait_until_up(SOON_S)
+        (folder / "n9.key").unlink()
+        talks(channel, server, "still connected")
+    reaches_nothing(Channel(server.address, name="n1", keys=keys), server)
+
+
+def test_a_replaced_key_is_another_key(folder, server, tmp_path):
+    old = load_keys(folder, "n2")
+    new_keys(tmp_path / "new", ["n2"])
+    shutil.copy(tmp_path / "new" / "n2.key", folder / "n2.key")
+    reaches_nothing(Channel(server.address, keys=old, server_key=old.of_peer("n1")), server)
+    new = load_keys(tmp_path / "new", "n2")
+    with Channel(server.address, keys=new, server_key=old.of_peer("n1")) as channel:
+        assert channel.wait_until_up(SOON_S)
+        talks(channel, server, "the new one")
+        assert server.key_owner == "n2"
+
+
+def test_the_old_key_and_the_next_one_are_good_together_and_are_one_owners(folder, server, tmp_path):
+    new_keys(tmp_path / "new", ["n2"])
+    shutil.copy(tmp_path / "new" / "n2.key", folder / "n2+next.key")
+    expected = load_keys(folder, "n1").public
+    for keys in (load_keys(folder, "n2"), load_keys(tmp_path / "new", "n2")):
+        with Channel(server.address, keys=keys, server_key=expected) as channel:
+            assert channel.wait_until_up(SOON_S)
+            talks(channel, server, "one of two")
+            assert server.key_owner == "n2"
+
+
+def test_a_nodes_own_next_key_is_as_good_as_its_first(folder, tmp_path):
+    new_keys(tmp_path / "new", ["n1"])
+    shutil.copy(tmp_path / "new" / "n1.key", folder / "n1+next.key")
+    shutil.copy(tmp_path / "new" / "n1.key_secret", folder / "n1.key_secret")
+    assert load_keys(folder, "n1").public == load_keys(tmp_path / "new", "n1").public
+
+
+def test_a_channel_finds_a_server_that_came_back_with_its_next_key(folder, tmp_path):
+    """The order of a rotation at its worst: the server is back before its peers know its key."""
+    keys = load_keys(folder, "n2")
+    with Server("127.0.0.1:0", keys=load_keys(folder, "n1")) as server:
+        address = server.address
+        channel = Channel(address, name="n1", keys=keys)
+        assert channel.wait_until_up(SOON_S)
+        talks(channel, server, "before")
+    new_keys(tmp_path / "new", ["n1"])
+    shutil.copy(folder / "n2.key", tmp_path / "new" / "n2.key")
+    with channel, Server(address, keys=load_keys(tmp_path / "new", "n1")) as server:
+        until(channel.is_lost)
+        channel.reconnect()
+        assert not channel.wait_until_up(0.2)
+        shutil.copy(tmp_path / "new" / "n1.key", folder / "n1.key")
+        until(lambda: channel.wait_until_up(0.05))
+        talks(channel, server, "after")
+
+
+def test_a_channel_whose_peers_key_was_removed_goes_on_with_the_last_one(folder, server):
+    with Channel(server.address, name="n1", keys=load_keys(folder, "n2")) as channel:
+        assert channel.wait_until_up(SOON_S)
+        (folder / "n1.key").unlink()
+        channel.reconnect()
+        assert channel.wait_until_up(SOON_S)
+
+
+def test_a_key_that_is_damaged_while_everybody_runs_is_no_key_and_hurts_no_other(folder, server, caplog):
+    keys = load_keys(folder, "n2")
+    (folder / "n9.key").write_bytes(b"half a key")
+    with Channel(server.address, name="n1", keys=keys) as channel:
+        assert channel.wait_until_up(SOON_S)
+        talks(channel, server, "good")
+    assert "n9.key does not hold a key" in caplog.text
+
+
+def test_a_folder_that_is_gone_lets_nobody_in_and_comes_back(folder, server):
+    keys = load_keys(folder, "n2")
+    expected = keys.of_peer("n1")
+    folder.rename(folder.with_name("elsewhere"))
+    reaches_nothing(Channel(server.address, keys=keys, server_key=expected), server)
+    folder.with_name("elsewhere").rename(folder)
+    with Channel(server.address, keys=keys, server_key=expected) as channel:
+        assert channel.wait_until_up(SOON_S)
+
+
+def test_keys_that_change_all_the_time_never_disturb_who_is_good(folder, server, tmp_path):
+    new_keys(tmp_path / "new", [f"x{index}" for index in range(20)])
+    stop = threading.Event()
+
+    def churn():
+        while not stop.is_set():
+            for path in (tmp_path / "new").glob("*.key"):
+                shutil.copy(path, folder / path.name)
+            for path in folder.glob("x*.key"):
+                path.unlink()
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(20):
+            with Channel(server.address, name="n1", keys=load_keys_whatever(folder)) as channel:
+                assert channel.wait_until_up(SOON_S)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def load_keys_whatever(folder):
+    """Keys of n2, once no file is half written."""
+
+    def loaded():
+        try:
+            return load_keys(folder, "n2")
+        except (ConfigError, OSError):
+            return None
+
+    return until(loaded)
