@@ -37,7 +37,15 @@ def _of_type(info: Any) -> st.SearchStrategy:
         case kind.IntType():
             return st.integers(info.ge or 0, min(info.le or 2**62, 2**62))
         case kind.FloatType():
-            return st.floats(info.ge, 1e6, allow_nan=False)
+            lowest = info.ge if info.gt is None else info.gt
+            highest = 1e6 if info.lt is None else info.lt
+            return st.floats(
+                lowest,
+                highest,
+                allow_nan=False,
+                exclude_min=info.gt is not None,
+                exclude_max=info.lt is not None,
+            )
         case kind.StrType():
             return st.text(max_size=20)
         case kind.LiteralType():
