@@ -4,6 +4,7 @@ Prints registers, spilled bytes and shared memory of each kernel and specialisat
 shared memory beyond the chip. Knows the shapes of a few models; runs nothing.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from kernels.gpu.combine import combine_kernel
 from kernels.gpu.dispatch import BLOCK_T, count_kernel, place_kernel
@@ -118,12 +119,21 @@ def source(case: Case) -> ASTSource:
     return ASTSource(case.kernel, signature, constants, attributes)
 
 
-def compile_case(case: Case, target: str) -> Resources:
-    """Machine code for a target, and what it takes."""
+def use_cache(folder: str) -> None:
+    """Keep what this process compiles in `folder`."""
+    os.environ["TRITON_CACHE_DIR"] = folder
+
+
+def machine_code(case: Case, target: str) -> CompiledKernel:
+    """Compile for a target."""
     options: dict[str, Any] = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     if target.startswith("gfx") and case.multiplies:
         options |= INSTRUCTION
-    compiled = triton.compile(source(case), target=GPU_TARGETS[target], options=options)
+    return triton.compile(source(case), target=GPU_TARGETS[target], options=options)
+
+
+def resources(compiled: CompiledKernel, target: str) -> Resources:
+    """What a kernel takes, by its own notes (HIP) or by the tools of the triton wheel (CUDA)."""
     shared = compiled.metadata.shared
     if target.startswith("gfx"):
         text = compiled.asm["amdgcn"]
@@ -389,7 +399,7 @@ def main(targets: list[str]) -> int:
     for target in targets or TARGETS:
         for case in cases(target):
             try:
-                r = compile_case(case, target)
+                r = resources(machine_code(case, target), target)
             except Exception as error:  # noqa: BLE001 - the table goes on; the exit code says that something failed
                 print(f"| {case.name} | {target} | {type(error).__name__}: {str(error)[:200]} | | |", flush=True)
                 bad += 1
