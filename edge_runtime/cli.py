@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from edge_runtime.transport.keys import Keys
 
 COMMANDS_GROUP = "edge_runtime.commands"
+SHAPE_VARIABLE = "EDGE_SHAPE"
 READY_S = 300.0
 CONNECT_S = 5.0
 QUIET_S = 2.0  # a longer wait says what it waits for
@@ -59,6 +60,12 @@ topology_option = click.option(
     default=None,
     help="Topology file; else $EDGE_RUNTIME_TOPOLOGY, else ./topology.toml.",
 )
+shape_option = click.option(
+    "--shape",
+    is_flag=True,
+    envvar=SHAPE_VARIABLE,
+    help="Give the links between nodes the `rtt` and `bandwidth` of the file; all of it must be this machine.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
 
 
@@ -79,16 +86,22 @@ def cli() -> None:
 
 @cli.command(epilog=_example("edge-runtime up --topology testbed/scenarios/eight_nodes.toml --detach"))
 @topology_option
+@shape_option
 @click.option("--detach", is_flag=True, help="Return when all nodes are ready; `down` stops them.")
 @click.option(
     "--wait", "wait_s", default=READY_S, show_default=True, help="Seconds until all nodes must be ready."
 )
-def up(topology: Path | None, detach: bool, wait_s: float) -> None:
+def up(topology: Path | None, shape: bool, detach: bool, wait_s: float) -> None:
     """Start the coordinator and every node of the file on this machine."""
     from edge_runtime import launch
 
     path = resolve_topology_path(topology)
     cluster = read_cluster(path)
+    if shape:
+        from edge_runtime.transport.shaping import cluster_shaper
+
+        cluster_shaper(cluster, launch.COORDINATOR)  # a file that cannot be shaped is refused here, once
+        os.environ[SHAPE_VARIABLE] = "1"  # for the daemons
     clock = SystemClock()
     _say(
         f"cluster {cluster.name}: {len(cluster.nodes)} nodes, model {cluster.model}, logs in {state_dir(path)}"
@@ -131,13 +144,15 @@ def down(topology: Path | None) -> None:
 @cli.command(epilog=_example("edge-runtime node desk --topology topology.toml"))
 @click.argument("name")
 @topology_option
-def node(name: str, topology: Path | None) -> None:
+@shape_option
+def node(name: str, topology: Path | None, shape: bool) -> None:
     """Run this machine's daemon, as the node NAME of the topology file."""
     path = resolve_topology_path(topology)
     cluster = read_cluster(path)
     mine = find_node(cluster, name)
     setup_logging(name)
     keys = _keys(cluster, name)
+    _shape_links(shape, cluster, name)
     from edge_runtime.launch import recorded
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.node.daemon import NodeDaemon
@@ -150,12 +165,14 @@ def node(name: str, topology: Path | None) -> None:
 
 @cli.command(epilog=_example("edge-runtime coordinator --topology topology.toml"))
 @topology_option
-def coordinator(topology: Path | None) -> None:
+@shape_option
+def coordinator(topology: Path | None, shape: bool) -> None:
     """Run the coordinator of the topology file."""
     path = resolve_topology_path(topology)
     cluster = read_cluster(path)
     setup_logging("coordinator")
     keys = _keys(cluster, "coordinator")
+    _shape_links(shape, cluster, "coordinator")
     from edge_runtime.coordinator.daemon import CoordinatorDaemon
     from edge_runtime.launch import COORDINATOR, recorded
     from edge_runtime.model.checkpoint import Checkpoint
@@ -389,6 +406,14 @@ def _keys(cluster: Cluster, name: str) -> "Keys | None":
     from edge_runtime.transport.keys import load_keys
 
     return load_keys(Path(cluster.keys), name) if cluster.keys else None
+
+
+def _shape_links(shape: bool, cluster: Cluster, name: str) -> None:
+    """Before the daemon opens its sockets."""
+    if shape:
+        from edge_runtime.transport.shaping import shape_this_process
+
+        shape_this_process(cluster, name, SystemClock())
 
 
 def _client(cluster: Cluster) -> "Client":
