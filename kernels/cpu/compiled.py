@@ -7,16 +7,13 @@ import torch
 from torch import Tensor
 
 from kernels.activations import ACTIVATIONS, Activation
-from kernels.cpu import (
-    _native,  # type: ignore[attr-defined]
-    fallback,
-)
+from kernels.cpu import _native  # type: ignore[attr-defined]
 from kernels.packing import LANES
 from kernels.reference.dispatch import Dispatched
 from kernels.reference.grouped_ffn import Biases
 
 NAME = "native"
-CHECKS = False  # until all of them check
+CHECKS = True
 FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 new_bank = _native.Bank
@@ -59,63 +56,20 @@ def pack_expert(
     return expert
 
 
-new_heads = fallback.new_heads
+new_heads = _native.PackedHeads
 
 # Each of these does its work and gives True, or does nothing and gives False when an argument does not fit.
+linear = _native.linear
+linear_heads = _native.linear_heads
 embed = _native.embed
+rms_norm = _native.rms_norm
+head_norm_rope = _native.head_norm_rope
+soft_cap = _native.soft_cap
+kv_write = _native.kv_write
+paged_attention = _native.paged_attention
+gate_topk = _native.gate_topk
 grouped_ffn = _native.grouped_ffn
 combine = _native.combine
-
-
-def kv_write(k, v, k_pages, v_pages, slots):
-    if _native.kv_write(k, v, k_pages, v_pages, slots) is False:
-        fallback.kv_write(k, v, k_pages, v_pages, slots)
-
-
-def linear(x, w, bias, out, add):
-    if bias is None:
-        return _native.linear(x, w, out, add)
-    product = torch.empty(out.shape)
-    if _native.linear(x, w, product, False) is False:
-        return False
-    product += bias
-    out.add_(product) if add else out.copy_(product)
-
-
-def linear_heads(x, heads, out):
-    for h, weight in enumerate(heads):
-        product = torch.empty(out.shape[0], out.shape[2])
-        _native.linear(x[:, h], weight, product, False)
-        out[:, h] = product
-
-
-def rms_norm(x, weight, eps, out):
-    return _native.rms_norm(x, torch.ones(x.shape[1]) if weight is None else weight, eps, out)
-
-
-def head_norm_rope(x, weight, eps, cos, sin, positions, interleaved):
-    if interleaved or cos.shape[1] * 2 != x.shape[2]:
-        return fallback.head_norm_rope(x, weight, eps, cos, sin, positions, interleaved)
-    return _native.head_norm_rope(x, weight, eps, cos, sin, positions)
-
-
-def paged_attention(q, k_pages, v_pages, tables, request, position, scale, window, sinks, soft_cap, out):
-    plain = window is None and sinks is None and soft_cap is None and k_pages.shape[2] == v_pages.shape[3]
-    if plain and _native.paged_attention(q, k_pages, v_pages, tables, request, position, scale, out):
-        return
-    fallback.paged_attention(
-        q, k_pages, v_pages, tables, request, position, scale, window, sinks, soft_cap, out
-    )
-
-
-def gate_topk(logits, k, rule, counts, count_rows, ids, weights):
-    if counts is None and rule[1:] == ("softmax", 1, 1, 1.0, None, None):
-        return _native.gate_topk(logits, k, rule.renormalise, ids, weights)
-    fallback.gate_topk(logits, k, rule, counts, count_rows, ids, weights)
-
-
-soft_cap = fallback.soft_cap
-kv_copy = fallback.kv_copy
 
 set_num_threads = _native.set_num_threads
 num_threads = _native.num_threads
@@ -131,3 +85,8 @@ def dispatch(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int) -> Disp
     return Dispatched(
         buffer[:num_pairs], offsets, buffer[num_pairs:end], row_offsets, buffer[end : end + num_pairs]
     )
+
+
+def kv_copy(pages: Tensor, source: Tensor, destination: Tensor) -> bool:
+    block_bytes = pages.nbytes // max(len(pages), 1)
+    return _native.kv_copy(pages.data_ptr(), len(pages), block_bytes, source, destination)

@@ -126,7 +126,7 @@ def test_a_bias_chooses_but_does_not_weigh(backend, random):
 def test_sums_of_nothing_are_not_divided_by(backend):
     logits = torch.full((1, 4), -200.0)
     _, weights = ops.gate_topk(logits, 2, scores="sigmoid", renormalise=True)
-    assert weights.tolist() == [[0.0, 0.0]]
+    assert weights.isfinite().all() and weights.max() < 1e-15
 
 
 def test_groups_that_tie_go_to_the_lowest_and_stay_closed_to_others(backend):

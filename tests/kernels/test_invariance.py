@@ -44,17 +44,19 @@ def test_an_expert_row_is_the_same_in_any_batch(backend, random, make_bank):
             assert all(torch.equal(out[place], alone) for place in (batch == row).nonzero().flatten())
 
 
-@pytest.mark.parametrize("H, G, P", [(4, 2, 64), (6, 1, 20), (2, 2, 16)])
-def test_an_attention_row_is_the_same_in_any_batch(backend, random, make_pages, H, G, P):
+@pytest.mark.parametrize("extras", [{}, {"window": 19, "soft_cap": 3.0}])
+@pytest.mark.parametrize("H, G, P, Pv", [(4, 2, 64, 64), (6, 1, 20, 12), (2, 2, 16, 16)])
+def test_an_attention_row_is_the_same_in_any_batch(backend, random, make_pages, H, G, P, Pv, extras):
     lengths = [90, 5, 33, 64]
-    k_pages, v_pages, tables, _ = make_pages(lengths, G, P)
+    k_pages, v_pages, tables, _ = make_pages(lengths, G, P, Pv)
+    extras = {**extras, "sinks": random(H)} if extras else {}
     rows = [(request, position) for request, n in enumerate(lengths) for position in range(n)]
     where = torch.tensor(rows, dtype=torch.int32)
     q = random(len(rows), H, P)
 
     def attend(batch):
         request, position = where[batch].T.contiguous()
-        return ops.paged_attention(q[batch], k_pages, v_pages, tables, request, position, P**-0.5)
+        return ops.paged_attention(q[batch], k_pages, v_pages, tables, request, position, P**-0.5, **extras)
 
     together = attend(torch.arange(len(rows)))
     for row in range(0, len(rows), 17):
@@ -70,14 +72,19 @@ def test_norms_gates_and_sums_are_the_same_in_any_batch(backend, random):
     slots, gate_weights = random.integers(41, (40, 3)) - 1, random(40, 3)
     cos, sin = ops.rope_table(40, 20, 10000.0)
     heads, positions = random(40, 5, 20), random.integers(40, (40,))
+    w, sigmoids = ops.pack_linear(random(100, 100)), {"scores": "sigmoid", "selection_bias": random(21)}
 
     def run(batch):
-        residual, rotated = hidden[batch], heads[batch]
+        residual, rotated, capped = hidden[batch], heads[batch], hidden[batch]
+        ops.soft_cap(capped, 2.0)
         ops.combine(x, slots[batch], gate_weights[batch], residual)
         ops.head_norm_rope(rotated, weight[:20], 1e-6, cos, sin, positions[batch])
         return (
             ops.rms_norm(x[batch], weight, 1e-6),
             *ops.gate_topk(logits[batch], 4, renormalise=True),
+            *ops.gate_topk(logits[batch], 3, renormalise=True, num_groups=3, top_groups=2, **sigmoids),
+            ops.linear(x[batch], w, bias=weight),
+            capped,
             residual,
             rotated,
         )
@@ -119,21 +126,26 @@ def test_linear_has_the_same_bits_on_every_isa(on_every_isa, random, T, N, K, dt
     assert_same_bits(on_every_isa(lambda: ops.linear(x, w)))
 
 
-@pytest.mark.parametrize("D, F", [(33, 17), (64, 96)])
-def test_grouped_ffn_has_the_same_bits_on_every_isa(on_every_isa, random, make_bank, D, F):
-    bank, _ = make_bank(4, D, F)
+@pytest.mark.parametrize(
+    "activation", [{}, {"activation": "geglu_tanh"}, {"activation": "clamped_swiglu", "limit": 0.9}, {"activation": "relu"}]
+)  # fmt: skip
+@pytest.mark.parametrize("D, F, biases", [(33, 17, True), (64, 96, False)])
+def test_grouped_ffn_has_the_same_bits_on_every_isa(on_every_isa, random, make_bank, D, F, biases, activation):
+    bank, _ = make_bank(4, D, F, biases=biases, **activation)
     x, rows, ids = random(9, D, scale=4.0), random.integers(9, (40,)), random.integers(4, (40,))
     assert_same_bits(on_every_isa(lambda: ops.grouped_ffn(x, rows, ids, bank)))
 
 
-@pytest.mark.parametrize("H, G, P", [(4, 2, 64), (6, 1, 20), (9, 1, 40)])
-def test_attention_has_the_same_bits_on_every_isa(on_every_isa, random, make_pages, H, G, P):
-    k_pages, v_pages, tables, _ = make_pages([50, 7], G, P)
+@pytest.mark.parametrize("extras", [{}, {"window": 9}, {"window": 30, "soft_cap": 2.0, "sinks": True}])
+@pytest.mark.parametrize("H, G, P, Pv", [(4, 2, 64, 64), (6, 1, 20, 12), (9, 1, 40, 40)])
+def test_attention_has_the_same_bits_on_every_isa(on_every_isa, random, make_pages, H, G, P, Pv, extras):
+    k_pages, v_pages, tables, _ = make_pages([50, 7], G, P, Pv)
+    extras = {**extras, "sinks": random(H)} if "sinks" in extras else extras
     request = torch.tensor([0] * 20 + [1, 0, 1], dtype=torch.int32)
     position = torch.tensor([*range(20, 40), 6, 49, 0], dtype=torch.int32)
     q = random(23, H, P, scale=3.0)
     assert_same_bits(
-        on_every_isa(lambda: ops.paged_attention(q, k_pages, v_pages, tables, request, position, 0.3))
+        on_every_isa(lambda: ops.paged_attention(q, k_pages, v_pages, tables, request, position, 0.3, **extras))
     )
 
 
@@ -141,17 +153,49 @@ def test_norms_gates_and_sums_have_the_same_bits_on_every_isa(on_every_isa, rand
     x, weight, logits, hidden = random(9, 100), random(100), random(9, 37, scale=5.0), random(9, 100)
     slots, gate_weights = random.integers(10, (9, 3)) - 1, random(9, 3)
     cos, sin = ops.rope_table(40, 100, 10000.0)
-    positions = random.integers(40, (9,))
+    positions, biases, w = random.integers(40, (9,)), random(36), ops.pack_linear(random(30, 100))
+    rules = (
+        {"renormalise": True},
+        {"renormalise": True, "scores": "softmax_of_top_k", "expert_scale": biases},
+        {"renormalise": True, "scores": "sigmoid", "selection_bias": biases, "num_groups": 6, "top_groups": 3},
+    )
 
     def run():
-        residual, rotated = hidden.clone(), x.clone().view(9, 1, 100)
+        residual, rotated, capped = hidden.clone(), x.clone().view(9, 1, 100), x.clone()
         ops.combine(x, slots, gate_weights, residual)
         ops.head_norm_rope(rotated, weight, 1e-6, cos, sin, positions)
-        ids, weights = ops.gate_topk(logits, 4, renormalise=True)
-        parts = (ops.rms_norm(x, weight, 1e-6), ids.view(torch.float32), weights, residual, rotated)
+        ops.head_norm_rope(rotated, None, 1e-6, cos[:, :19].contiguous(), sin[:, :19].contiguous(), positions,
+                           interleaved=True)  # fmt: skip
+        ops.soft_cap(capped, 1.5)
+        ops.linear(x, w, bias=biases[:30], out=residual[:, 3:33], add=True)
+        chosen = [ops.gate_topk(logits[:, :36], 4, **rule) for rule in rules]
+        parts = (ops.rms_norm(x, weight, 1e-6), ops.rms_norm(x, None, 1e-6), residual, rotated, capped)
+        parts += tuple(part for ids, weights in chosen for part in (ids.view(torch.float32), weights))
         return torch.cat([part.flatten() for part in parts])
 
     assert_same_bits(on_every_isa(run))
+
+
+def test_tanh_is_within_two_units_in_the_last_place_on_every_isa(on_every_isa):
+    from kernels.cpu import _native
+
+    spread = 10.0 ** torch.linspace(-30, 1.5, 20_001)
+    x = torch.cat([torch.linspace(-10, 10, 50_001), torch.linspace(-0.7, 0.7, 20_001), spread, -spread])
+    edges = torch.tensor([-torch.inf, torch.inf, 1e30, -1e30, 0.0, torch.nan])
+
+    def run(values):
+        out = torch.empty_like(values)
+        _native.tanh(values.data_ptr(), len(values), out.data_ptr())
+        return out
+
+    results = on_every_isa(lambda: run(x))
+    assert_same_bits(results)
+    true = x.double().tanh()
+    size = true.abs().float()
+    unit = torch.nextafter(size, torch.tensor(torch.inf)).double() - size.double()
+    assert ((results[0].double() - true).abs() / unit).max() <= 2
+    for result in on_every_isa(lambda: run(edges)):
+        assert result[:5].tolist() == [-1, 1, 1, -1, 0] and result[5].isnan()
 
 
 def test_exp_is_within_two_units_in_the_last_place_on_every_isa(on_every_isa):

@@ -43,7 +43,7 @@ struct ExchangeApi {
 constexpr int32_t CPU = 1;
 }  // namespace dlpack
 
-enum Item : int { FLOAT32 = 2, INT32 = 0, OTHER = -1 };  // DLPack's type codes
+enum Item : int { FLOAT32 = 2, INT32 = 0, INT8 = 8, OTHER = -1 };  // DLPack's type codes; those of 8 bits plus 8
 
 struct Argument {
     static constexpr int MOST = 4;
@@ -57,6 +57,8 @@ struct Argument {
     int32_t* ints() const { return reinterpret_cast<int32_t*>(data); }
     bool is_dense(Item wanted, int dimensions) const {
         if (item != wanted || ndim != dimensions) return false;
+        for (int i = 0; i < ndim; ++i)
+            if (shape[i] == 0) return true;
         int64_t step = 1;
         for (int i = ndim - 1; i >= 0; --i) {
             if (shape[i] > 1 && strides[i] != step) return false;
@@ -68,16 +70,16 @@ struct Argument {
     bool is_rows(int64_t columns) const {
         return item == FLOAT32 && ndim == 2 && shape[1] == columns && (columns <= 1 || strides[1] == 1);
     }
-    // float32 [T, heads, P] whose rows may be strided, each row dense
+    // float32 [T, heads, P] whose rows and heads may be strided
     bool is_heads(int64_t T, int64_t heads, int64_t P) const {
         return item == FLOAT32 && ndim == 3 && shape[0] == T && shape[1] == heads && shape[2] == P &&
-               (P <= 1 || strides[2] == 1) && (heads <= 1 || strides[1] == P);
+               (P <= 1 || strides[2] == 1);
     }
 };
 
 struct TorchAccess {
     PyTypeObject* tensor_type = nullptr;
-    PyObject *float32 = nullptr, *int32 = nullptr;
+    PyObject *float32 = nullptr, *int32 = nullptr, *int8 = nullptr;
     const dlpack::ExchangeApi* api = nullptr;
 };
 inline TorchAccess& torch_access() {
@@ -92,6 +94,7 @@ inline void find_torch(py::object torch, bool exchange) {
     access.tensor_type = reinterpret_cast<PyTypeObject*>(tensor_type.inc_ref().ptr());
     access.float32 = torch.attr("float32").cast<py::object>().inc_ref().ptr();
     access.int32 = torch.attr("int32").cast<py::object>().inc_ref().ptr();
+    access.int8 = torch.attr("int8").cast<py::object>().inc_ref().ptr();
     access.api = nullptr;
     if (!exchange || !py::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return;
     const py::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
@@ -114,7 +117,8 @@ inline bool read(py::handle object, Argument& argument) {
         if (tensor.device.device_type != dlpack::CPU || tensor.ndim > Argument::MOST) return false;
         argument.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
         argument.ndim = tensor.ndim;
-        argument.item = tensor.dtype.bits == 32 && tensor.dtype.lanes == 1 ? tensor.dtype.code : int(OTHER);
+        const dlpack::DataType type = tensor.dtype;
+        argument.item = type.lanes != 1 ? int(OTHER) : type.bits == 32 ? type.code : type.bits == 8 ? type.code + 8 : int(OTHER);
         int64_t step = 1;
         for (int i = tensor.ndim - 1; i >= 0; --i) {
             argument.shape[i] = tensor.shape[i];
@@ -129,12 +133,24 @@ inline bool read(py::handle object, Argument& argument) {
     const py::object dtype = object.attr("dtype");
     argument.data = reinterpret_cast<char*>(object.attr("data_ptr")().cast<uintptr_t>());
     argument.ndim = static_cast<int>(shape.size());
-    argument.item = dtype.ptr() == access.float32 ? FLOAT32 : dtype.ptr() == access.int32 ? INT32 : OTHER;
+    argument.item = dtype.ptr() == access.float32 ? FLOAT32
+                    : dtype.ptr() == access.int32 ? INT32
+                    : dtype.ptr() == access.int8  ? INT8
+                                                  : OTHER;
     for (int i = 0; i < argument.ndim; ++i) {
         argument.shape[i] = shape[i].cast<int64_t>();
         argument.strides[i] = strides[i].cast<int64_t>();
     }
     return true;
+}
+
+// A tensor, or None: then `argument.data` stays null.
+inline bool read_optional(py::handle object, Argument& argument) { return object.is_none() || read(object, argument); }
+
+// float32 [length], or None.
+inline bool read_vector(py::handle object, Argument& argument, int64_t length) {
+    return read_optional(object, argument) &&
+           (object.is_none() || (argument.is_dense(FLOAT32, 1) && argument.shape[0] == length));
 }
 
 }  // namespace edge

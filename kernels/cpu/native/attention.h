@@ -6,11 +6,12 @@
 
 struct ValueTile {
     const float* p[MAX_ROWS];  // probabilities by token
-    float* out[MAX_ROWS];      // continues from here unless begin is 0
+    float* out[MAX_ROWS];      // continues from here unless `fresh`
     const float* const* blocks;
-    int64_t stride;  // elements from one token's values to the next one's: P
+    int64_t stride;  // elements from one token's values to the next one's: Pv
     int64_t column;
-    int64_t begin, end;  // tokens
+    int64_t begin, end;  // tokens, counted from the first of `blocks`
+    bool fresh;
     int lanes;           // of the last panel
 };
 
@@ -22,7 +23,7 @@ __attribute__((noinline)) void value_tile(const ValueTile& tile) {
 #pragma GCC unroll 8
         for (int j = 0; j < PANELS; ++j) {
             const float* out = tile.out[i] + tile.column + 16 * j;
-            acc[i][j] = tile.begin == 0 ? zero() : WHOLE || j + 1 < PANELS ? load(out) : load_part(out, tile.lanes);
+            acc[i][j] = tile.fresh ? zero() : WHOLE || j + 1 < PANELS ? load(out) : load_part(out, tile.lanes);
         }
     const float* p[ROWS];
 #pragma GCC unroll 8
@@ -71,13 +72,13 @@ void value_rows(int panels, const ValueTile& tile) {
     }
 }
 
-void weigh_values(int rows, ValueTile& tile, int64_t P) {
+void weigh_values(int rows, ValueTile& tile, int64_t Pv) {
     if (tile.begin >= tile.end) return;
-    const int64_t panels = parts_of(P, 16), groups = parts_of(panels, panels_for(rows));
+    const int64_t panels = parts_of(Pv, 16), groups = parts_of(panels, panels_for(rows));
     for (int64_t g = 0; g < groups; ++g) {
         const int64_t p0 = part_begin(panels, groups, g), p1 = part_begin(panels, groups, g + 1);
         tile.column = 16 * p0;
-        tile.lanes = (int)at_most(16, P - 16 * (p1 - 1));
+        tile.lanes = (int)at_most(16, Pv - 16 * (p1 - 1));
         const int n = (int)(p1 - p0);
         switch (rows) {
             case 1: value_rows<1>(n, tile); break;
@@ -92,49 +93,78 @@ void weigh_values(int rows, ValueTile& tile, int64_t P) {
     }
 }
 
-// scores -> unnormalised probabilities in place; returns their sum. Lanes beyond `length` are neither used nor counted.
-float soften(float* scores, int64_t length, float scale) {
-    const V lowest = set1(-__builtin_inff());
+// What the lanes of a block that begins at token t lack of the tokens [begin, end) becomes `other`.
+inline V keep_seen(V v, int64_t t, int64_t begin, int64_t end, V other) {
+    if (end - t < 16) v = keep_first(v, (int)(end - t), other);
+    if (begin > t) v = keep_first(other, (int)(begin - t), v);
+    return v;
+}
+
+// scores -> unnormalised probabilities in place; returns their sum. Only the tokens [begin, end) are used and counted; a
+// token's lane is its place in its block, so that the sum does not depend on where the scores begin.
+float soften(float* scores, int64_t begin, int64_t end, const AttentionCall& call, int64_t head) {
+    const int64_t first = begin / 16 * 16;
+    const V lowest = set1(-__builtin_inff()), scale = set1(call.scale), cap = set1(call.soft_cap);
     V most = lowest;
-    for (int64_t t = 0; t < length; t += 16) {
-        V s = mul(load(scores + t), set1(scale));
-        if (length - t < 16) s = keep_first(s, (int)(length - t), lowest);
+    for (int64_t t = first; t < end; t += 16) {
+        V s = mul(load(scores + t), scale);
+        if (call.soft_cap > 0) s = mul(cap, tanh_lanes(div(s, cap)));
+        s = keep_seen(s, t, begin, end, lowest);
         store(scores + t, s);
         most = max(most, s);
     }
-    const V top = set1(lane_max(most));
+    float highest = lane_max(most);
+    if (call.sinks && !(highest > call.sinks[head])) highest = call.sinks[head];
+    const V top = set1(highest);
     V total = zero();
-    for (int64_t t = 0; t < length; t += 16) {
-        V e = exp_lanes(sub(load(scores + t), top));
-        if (length - t < 16) e = keep_first(e, (int)(length - t), zero());
+    for (int64_t t = first; t < end; t += 16) {
+        V e = keep_seen(exp_lanes(sub(load(scores + t), top)), t, begin, end, zero());
         store(scores + t, e);
         total = add(total, e);
     }
-    return lane_sum(total);
+    float sum = lane_sum(total);
+    if (call.sinks) {
+        float sink[16];
+        store(sink, exp_lanes(sub(set1(call.sinks[head]), top)));
+        sum = sum + sink[0];
+    }
+    return sum;
+}
+
+// The first position that a row sees.
+inline int64_t first_seen(const AttentionCall& call, int64_t row) {
+    const int64_t length = call.row_position[row] + 1;
+    return call.window > 0 && length > call.window ? length - call.window : 0;
 }
 
 // Queries that read the same kv head: `num_rows` rows of one request times `num_heads` heads, at most MAX_ROWS together.
 void attend(const AttentionCall& call, int64_t row, int64_t num_rows, int64_t g, int64_t head, int64_t num_heads) {
-    const int64_t P = call.pages.P, G = call.pages.G;
+    const int64_t P = call.pages.P, Pv = call.pages.Pv, G = call.pages.G;
     const int rows = (int)(num_rows * num_heads);
+    // What all rows see is [latest, shortest); each sees [its first, its length), within [earliest, longest).
     int64_t shortest = call.row_position[row] + 1, longest = shortest;
+    int64_t earliest = first_seen(call, row), latest = earliest;
     for (int64_t r = row + 1; r < row + num_rows; ++r) {
-        shortest = at_most(shortest, call.row_position[r] + 1);
-        if (longest < call.row_position[r] + 1) longest = call.row_position[r] + 1;
+        const int64_t length = call.row_position[r] + 1, begin = first_seen(call, r);
+        shortest = at_most(shortest, length);
+        if (longest < length) longest = length;
+        earliest = at_most(earliest, begin);
+        if (latest < begin) latest = begin;
     }
-    const int64_t blocks = parts_of(longest, 16);
-    const int32_t* table = call.block_tables + call.row_request[row] * call.M;
+    const int64_t first_block = earliest / 16, base = first_block * 16;
+    const int64_t blocks = parts_of(longest, 16) - first_block;
+    const int32_t* table = call.block_tables + call.row_request[row] * call.M + first_block;
     float* scores = (float*)scratch(SCORES, (size_t)(rows * blocks) * 16 * sizeof(float));
     const float** values = (const float**)scratch(POINTERS, (size_t)blocks * sizeof(float*));
-    for (int64_t b = 0; b < blocks; ++b) values[b] = call.pages.v + (table[b] * G + g) * 16 * P;
+    for (int64_t b = 0; b < blocks; ++b) values[b] = call.pages.v + (table[b] * G + g) * 16 * Pv;
 
-    Tile keys;
+    Tile keys{};
     ValueTile weigh;
     for (int i = 0; i < rows; ++i) {
         const int64_t r = row + i / num_heads, h = head + i % num_heads;
-        keys.x[i] = call.q + r * call.q_stride + h * P;
+        keys.x[i] = call.q + r * call.q_stride + h * call.q_head_stride;
         weigh.p[i] = scores + i * blocks * 16;
-        weigh.out[i] = call.out + r * call.out_stride + h * P;
+        weigh.out[i] = call.out + r * call.out_stride + h * call.out_head_stride;
     }
     keys.K = P;
     keys.ahead = 0;
@@ -149,27 +179,42 @@ void attend(const AttentionCall& call, int64_t row, int64_t num_rows, int64_t g,
     }
 
     float sums[MAX_ROWS];
-    for (int i = 0; i < rows; ++i)
-        sums[i] = soften(scores + i * blocks * 16, call.row_position[row + i / num_heads] + 1, call.scale);
+    for (int i = 0; i < rows; ++i) {
+        const int64_t r = row + i / num_heads;
+        sums[i] = soften(scores + i * blocks * 16, first_seen(call, r) - base, call.row_position[r] + 1 - base, call,
+                         head + i % num_heads);
+    }
 
     weigh.blocks = values;
-    weigh.stride = P;
-    weigh.begin = 0;
-    weigh.end = shortest;
-    weigh_values(rows, weigh, P);
-    for (int64_t r = 0; r < num_rows; ++r) {  // what a row sees beyond the shortest one, its own tail
-        ValueTile tail = weigh;
-        tail.begin = shortest;
-        tail.end = call.row_position[row + r] + 1;
+    weigh.stride = Pv;
+    weigh.fresh = earliest == latest;
+    if (!weigh.fresh)
+        for (int i = 0; i < rows; ++i)
+            for (int64_t p = 0; p < Pv; p += 16) store_lanes(weigh.out[i] + p, zero(), Pv - p);
+    // One row's own stretch of tokens, between what all see.
+    auto weigh_alone = [&](int64_t r, int64_t begin, int64_t end) {
+        ValueTile own = weigh;
+        own.begin = begin - base;
+        own.end = end - base;
+        own.fresh = false;
         for (int64_t h = 0; h < num_heads; ++h) {
-            tail.p[h] = weigh.p[r * num_heads + h];
-            tail.out[h] = weigh.out[r * num_heads + h];
+            own.p[h] = weigh.p[r * num_heads + h];
+            own.out[h] = weigh.out[r * num_heads + h];
         }
-        weigh_values((int)num_heads, tail, P);
+        weigh_values((int)num_heads, own, Pv);
+    };
+    if (latest < shortest) {
+        for (int64_t r = 0; r < num_rows; ++r) weigh_alone(r, first_seen(call, row + r), latest);
+        weigh.begin = latest - base;
+        weigh.end = shortest - base;
+        weigh_values(rows, weigh, Pv);
+        for (int64_t r = 0; r < num_rows; ++r) weigh_alone(r, shortest, call.row_position[row + r] + 1);
+    } else {
+        for (int64_t r = 0; r < num_rows; ++r) weigh_alone(r, first_seen(call, row + r), call.row_position[row + r] + 1);
     }
     for (int i = 0; i < rows; ++i)
-        for (int64_t p = 0; p < P; p += 16)
-            store_lanes(weigh.out[i] + p, div(load_lanes(weigh.out[i] + p, P - p), set1(sums[i])), P - p);
+        for (int64_t p = 0; p < Pv; p += 16)
+            store_lanes(weigh.out[i] + p, div(load_lanes(weigh.out[i] + p, Pv - p), set1(sums[i])), Pv - p);
 }
 
 void paged_attention(const AttentionCall& call) {
@@ -178,7 +223,10 @@ void paged_attention(const AttentionCall& call) {
     const int64_t most_rows = head_parts > 1 ? 1 : MAX_ROWS / per_group;
     for (int64_t row = 0; row < call.T;) {
         int64_t n = 1;
-        while (n < most_rows && row + n < call.T && call.row_request[row + n] == call.row_request[row]) ++n;
+        // With a window only neighbours, so that every block from the first to the last is one that some row sees.
+        while (n < most_rows && row + n < call.T && call.row_request[row + n] == call.row_request[row] &&
+               (call.window == 0 || call.row_position[row + n] == call.row_position[row + n - 1] + 1))
+            ++n;
         for (int64_t g = 0; g < call.pages.G; ++g)
             for (int64_t part = 0; part < head_parts; ++part) {
                 const int64_t h0 = part_begin(per_group, head_parts, part);

@@ -89,14 +89,45 @@ void check_range(const char* name, const int32_t* values, int64_t count, int64_t
                               text(low) + " to " + text(high - 1));
 }
 
+void write_kv(const KvPages& pages, const float* k, int64_t k_stride, int64_t k_head_stride, const float* v,
+              int64_t v_stride, int64_t v_head_stride, const int32_t* slots, int64_t T) {
+    const int64_t G = pages.G, P = pages.P, Pv = pages.Pv;
+    for (int64_t t = 0; t < T; ++t) {
+        const int64_t block = slots[t] / 16, offset = slots[t] % 16;
+        for (int64_t g = 0; g < G; ++g) {
+            const float* from = k + t * k_stride + g * k_head_stride;
+            float* to = pages.k + (block * G + g) * P * 16 + offset;
+            for (int64_t p = 0; p < P; ++p) to[p * 16] = from[p];
+            std::memcpy(pages.v + ((block * G + g) * 16 + offset) * Pv, v + t * v_stride + g * v_head_stride,
+                        static_cast<size_t>(Pv) * sizeof(float));
+        }
+    }
+}
+
 // Every call_* below returns false, having done nothing, when an argument does not fit; kernels/ops.py then says which.
 
-bool call_linear(py::handle x_, const PackedPanels& w, py::handle out_, bool add) {
-    Argument x, out;
+bool call_linear(py::handle x_, const PackedPanels& w, py::handle bias_, py::handle out_, bool add) {
+    Argument x, bias, out;
     const int64_t K = w.view().num_inputs, N = w.view().num_outputs;
-    if (!read(x_, x) || !read(out_, out) || !x.is_rows(K) || !out.is_rows(N) || x.shape[0] != out.shape[0]) return false;
+    if (!read(x_, x) || !read(out_, out) || !x.is_rows(K) || !out.is_rows(N) || x.shape[0] != out.shape[0] ||
+        !read_vector(bias_, bias, N))
+        return false;
     py::gil_scoped_release release;
-    linear_in_parts(*active, w.view(), x.floats(), x.strides[0], x.shape[0], out.floats(), out.strides[0], add);
+    linear_in_parts(*active, w.view(), x.floats(), x.strides[0], x.shape[0], bias.floats(), out.floats(), out.strides[0],
+                    add);
+    return true;
+}
+
+bool call_linear_heads(py::handle x_, const PackedHeads& heads, py::handle out_) {
+    Argument x, out;
+    const int64_t H = static_cast<int64_t>(heads.views().size());
+    const Panels& first = heads.views()[0];
+    if (!read(x_, x) || !read(out_, out) || x.ndim != 3 || !x.is_heads(x.shape[0], H, first.num_inputs) ||
+        !out.is_heads(x.shape[0], H, first.num_outputs))
+        return false;
+    py::gil_scoped_release release;
+    heads_in_parts(*active, heads.views(), x.floats(), x.strides[0], x.strides[1], x.shape[0], out.floats(),
+                   out.strides[0], out.strides[1]);
     return true;
 }
 
@@ -113,39 +144,44 @@ bool call_embed(py::handle ids_, const PackedPanels& w, py::handle out_) {
 
 bool call_rms_norm(py::handle x_, py::handle weight_, float eps, py::handle out_) {
     Argument x, weight, out;
-    if (!read(x_, x) || !read(weight_, weight) || !read(out_, out) || !weight.is_dense(FLOAT32, 1)) return false;
-    const int64_t D = weight.shape[0];
-    if (!x.is_rows(D) || !out.is_rows(D) || x.shape[0] != out.shape[0]) return false;
+    if (!read(x_, x) || !read(out_, out) || x.ndim != 2) return false;
+    const int64_t D = x.shape[1];
+    if (!read_vector(weight_, weight, D) || !x.is_rows(D) || !out.is_rows(D) || x.shape[0] != out.shape[0]) return false;
     py::gil_scoped_release release;
     active->rms_norm(x.floats(), x.strides[0], weight.floats(), eps, x.shape[0], D, out.floats(), out.strides[0]);
     return true;
 }
 
 bool call_head_norm_rope(py::handle x_, py::handle weight_, float eps, py::handle cos_, py::handle sin_,
-                         py::handle positions_) {
+                         py::handle positions_, bool interleaved) {
     Argument x, weight, cos, sin, positions;
-    if (!read(x_, x) || !read(cos_, cos) || !read(sin_, sin) || !read(positions_, positions)) return false;
-    if (x.item != FLOAT32 || x.ndim != 3 || x.shape[2] % 2 || x.strides[2] != 1) return false;
-    const int64_t T = x.shape[0], H = x.shape[1], P = x.shape[2], S = cos.shape[0];
-    const bool normed = !weight_.is_none();
-    if (normed && (!read(weight_, weight) || !weight.is_dense(FLOAT32, 1) || weight.shape[0] != P)) return false;
-    if (!cos.is_dense(FLOAT32, 2) || !sin.is_dense(FLOAT32, 2) || cos.shape[1] != P / 2 || sin.shape[1] != P / 2 ||
-        sin.shape[0] != S || !positions.is_dense(INT32, 1) || positions.shape[0] != T)
+    if (!read(x_, x) || !read(cos_, cos) || !read(sin_, sin) || !read(positions_, positions) || x.ndim != 3) return false;
+    const int64_t T = x.shape[0], H = x.shape[1], P = x.shape[2];
+    if (!x.is_heads(T, H, P) || !read_vector(weight_, weight, P) || !cos.is_dense(FLOAT32, 2) ||
+        !sin.is_dense(FLOAT32, 2) || !positions.is_dense(INT32, 1) || positions.shape[0] != T)
         return false;
+    const int64_t S = cos.shape[0], C = cos.shape[1];
+    if (2 * C > P || sin.shape[0] != S || sin.shape[1] != C) return false;
     check_range("positions", positions.ints(), T, 0, S);
     py::gil_scoped_release release;
-    active->head_norm_rope(x.floats(), x.strides[0], x.strides[1], T, H, P, normed ? weight.floats() : nullptr, eps,
-                           cos.floats(), sin.floats(), positions.ints());
+    active->head_norm_rope(x.floats(), x.strides[0], x.strides[1], T, H, P, weight.floats(), eps, cos.floats(),
+                           sin.floats(), C, interleaved, positions.ints());
+    return true;
+}
+
+bool call_soft_cap(py::handle x_, float cap) {
+    Argument x;
+    if (!read(x_, x) || x.ndim != 2 || !x.is_rows(x.shape[1]) || !(cap > 0)) return false;
+    py::gil_scoped_release release;
+    active->soft_cap(x.floats(), x.strides[0], x.shape[0], x.shape[1], cap);
     return true;
 }
 
 bool read_pages(py::handle k_pages_, py::handle v_pages_, KvPages& pages) {
     Argument k, v;
     if (!read(k_pages_, k) || !read(v_pages_, v) || !k.is_dense(FLOAT32, 4) || !v.is_dense(FLOAT32, 4)) return false;
-    if (k.shape[3] != 16 || v.shape[2] != 16 || v.shape[0] != k.shape[0] || v.shape[1] != k.shape[1] ||
-        v.shape[3] != k.shape[2])
-        return false;
-    pages = {k.floats(), v.floats(), k.shape[0], k.shape[1], k.shape[2]};
+    if (k.shape[3] != 16 || v.shape[2] != 16 || v.shape[0] != k.shape[0] || v.shape[1] != k.shape[1]) return false;
+    pages = {k.floats(), v.floats(), k.shape[0], k.shape[1], k.shape[2], v.shape[3]};
     return true;
 }
 
@@ -155,61 +191,128 @@ bool call_kv_write(py::handle k_, py::handle v_, py::handle k_pages_, py::handle
     if (!read(k_, k) || !read(v_, v) || !read(slots_, slots) || !read_pages(k_pages_, v_pages_, pages) ||
         !slots.is_dense(INT32, 1))
         return false;
-    const int64_t T = slots.shape[0], G = pages.G, P = pages.P;
-    if (!k.is_heads(T, G, P) || !v.is_heads(T, G, P)) return false;
-    const int32_t* slot = slots.ints();
-    check_range("slots", slot, T, 0, pages.num_blocks * 16);
+    const int64_t T = slots.shape[0];
+    if (!k.is_heads(T, pages.G, pages.P) || !v.is_heads(T, pages.G, pages.Pv)) return false;
+    check_range("slots", slots.ints(), T, 0, pages.num_blocks * 16);
     py::gil_scoped_release release;
-    for (int64_t t = 0; t < T; ++t) {
-        const int64_t block = slot[t] / 16, offset = slot[t] % 16;
-        for (int64_t g = 0; g < G; ++g) {
-            const float* from = k.floats() + t * k.strides[0] + g * P;
-            float* to = pages.k + (block * G + g) * P * 16 + offset;
-            for (int64_t p = 0; p < P; ++p) to[p * 16] = from[p];
-            std::memcpy(pages.v + ((block * G + g) * 16 + offset) * P, v.floats() + t * v.strides[0] + g * P,
-                        static_cast<size_t>(P) * sizeof(float));
-        }
-    }
+    write_kv(pages, k.floats(), k.strides[0], k.strides[1], v.floats(), v.strides[0], v.strides[1], slots.ints(), T);
     return true;
 }
 
+// Blocks of `block_bytes` bytes each, wherever they are.
+bool call_kv_copy(Address pages, int64_t num_blocks, int64_t block_bytes, py::handle source_, py::handle destination_) {
+    Argument source, destination;
+    if (!read(source_, source) || !read(destination_, destination) || !source.is_dense(INT32, 1) ||
+        !destination.is_dense(INT32, 1) || source.shape[0] != destination.shape[0])
+        return false;
+    const int64_t n = source.shape[0];
+    check_range("source", source.ints(), n, 0, num_blocks);
+    check_range("destination", destination.ints(), n, 0, num_blocks);
+    py::gil_scoped_release release;
+    for (int64_t i = 0; i < n; ++i)
+        std::memcpy(at<char>(pages) + destination.ints()[i] * block_bytes, at<char>(pages) + source.ints()[i] * block_bytes,
+                    static_cast<size_t>(block_bytes));
+    return true;
+}
+
+// Whether a row sees blocks that the next one does not: in a run of neighbours of one request it does so by a window only.
+void check_tables(const AttentionCall& call) {
+    for (int64_t t = 0; t < call.T; ++t) {
+        const int64_t request = call.row_request[t], length = call.row_position[t] + 1;
+        const bool run_goes_on = t + 1 < call.T && call.row_request[t + 1] == request &&
+                                 call.row_position[t + 1] >= call.row_position[t];
+        if (call.window == 0 && run_goes_on) continue;  // the last row's blocks include the others'
+        const int64_t first = (length - seen_by(call, t)) / 16;
+        check_range("block_tables", call.block_tables + request * call.M + first, (length - 1) / 16 + 1 - first, 0,
+                    call.pages.num_blocks);
+    }
+}
+
 bool call_paged_attention(py::handle q_, py::handle k_pages_, py::handle v_pages_, py::handle tables_,
-                          py::handle row_request_, py::handle row_position_, float scale, py::handle out_) {
-    Argument q, tables, row_request, row_position, out;
+                          py::handle row_request_, py::handle row_position_, float scale, py::handle window_,
+                          py::handle sinks_, py::handle soft_cap_, py::handle out_) {
+    Argument q, tables, row_request, row_position, sinks, out;
     KvPages pages;
     if (!read(q_, q) || !read_pages(k_pages_, v_pages_, pages) || !read(tables_, tables) ||
         !read(row_request_, row_request) || !read(row_position_, row_position) || !read(out_, out) || q.ndim != 3)
         return false;
     const int64_t T = q.shape[0], H = q.shape[1];
-    if (pages.G < 1 || H % pages.G || !q.is_heads(T, H, pages.P) || !out.is_heads(T, H, pages.P) ||
+    if (pages.G < 1 || H % pages.G || !q.is_heads(T, H, pages.P) || !out.is_heads(T, H, pages.Pv) ||
         !tables.is_dense(INT32, 2) || !row_request.is_dense(INT32, 1) || row_request.shape[0] != T ||
-        !row_position.is_dense(INT32, 1) || row_position.shape[0] != T)
+        !row_position.is_dense(INT32, 1) || row_position.shape[0] != T || !read_vector(sinks_, sinks, H))
         return false;
+    const int64_t window = window_.is_none() ? 0 : window_.cast<int64_t>();
+    const float soft_cap = soft_cap_.is_none() ? 0.0f : soft_cap_.cast<float>();
+    if ((window < 1 && !window_.is_none()) || (!(soft_cap > 0) && !soft_cap_.is_none())) return false;
     const int64_t B = tables.shape[0], M = tables.shape[1];
-    const AttentionCall call{q.floats(),         q.strides[0], pages,        tables.ints(),  M, row_request.ints(),
-                             row_position.ints(), scale,        out.floats(), out.strides[0], T, H};
+    const AttentionCall call{q.floats(), q.strides[0], q.strides[1], pages, tables.ints(), M, row_request.ints(),
+                             row_position.ints(), scale, out.floats(), out.strides[0], out.strides[1], T, H,
+                             window, sinks.floats(), soft_cap};
     check_range("row_request", call.row_request, T, 0, B);
     check_range("row_position", call.row_position, T, 0, M * 16);
-    for (int64_t t = 0; t < T; ++t) {
-        // In a run of rows of one request with rising positions the last row's blocks include the others'.
-        const int64_t request = call.row_request[t];
-        if (t + 1 < T && call.row_request[t + 1] == request && call.row_position[t + 1] >= call.row_position[t]) continue;
-        check_range("block_tables", call.block_tables + request * M, call.row_position[t] / 16 + 1, 0, pages.num_blocks);
-    }
+    check_tables(call);
     py::gil_scoped_release release;
     attention_in_parts(*active, call);
     return true;
 }
 
-bool call_gate_topk(py::handle logits_, int64_t k, bool renormalise, py::handle ids_, py::handle weights_) {
+// The fields of kernels.reference.gate_topk.GateRule, in order.
+bool read_rule(py::handle rule_, int64_t E, GateCall& call) {
+    if (!PyTuple_Check(rule_.ptr()) || PyTuple_GET_SIZE(rule_.ptr()) != 7) return false;
+    const auto item = [&](int i) { return py::handle(PyTuple_GET_ITEM(rule_.ptr(), i)); };
+    static const char* const NAMES[] = {"softmax", "softmax_of_top_k", "sigmoid"};
+    call.scores = -1;
+    if (!PyUnicode_Check(item(1).ptr())) return false;
+    for (int i = 0; i < 3; ++i)
+        if (PyUnicode_CompareWithASCIIString(item(1).ptr(), NAMES[i]) == 0) call.scores = i;
+    call.renormalise = item(0).cast<bool>();
+    call.num_groups = item(2).cast<int64_t>();
+    call.top_groups = item(3).cast<int64_t>();
+    call.scale = item(4).cast<float>();
+    Argument expert_scale, selection_bias;
+    if (!read_vector(item(5), expert_scale, E) || !read_vector(item(6), selection_bias, E)) return false;
+    call.expert_scale = expert_scale.floats();
+    call.selection_bias = selection_bias.floats();
+    return call.scores >= 0 && call.num_groups >= 1 && E % call.num_groups == 0 && call.top_groups >= 1 &&
+           call.top_groups <= call.num_groups && call.k >= 1 && call.k <= E / call.num_groups * call.top_groups;
+}
+
+// Counts that fit, with rows that exist, or no counts at all.
+bool read_counts(py::handle counts_, py::handle count_rows_, GateCall& call) {
+    call.counts = nullptr;
+    if (counts_.is_none() || count_rows_.is_none()) return counts_.is_none() && count_rows_.is_none();
+    Argument counts, count_rows;
+    if (!read(counts_, counts) || !read(count_rows_, count_rows) || counts.ndim != 2 || counts.shape[1] != call.E ||
+        (call.E > 1 && counts.strides[1] != 1) || (counts.item != INT8 && counts.item != INT32) ||
+        !count_rows.is_dense(INT32, 1) || count_rows.shape[0] != call.T)
+        return false;
+    check_range("count_rows", count_rows.ints(), call.T, -1, counts.shape[0]);
+    call.counts = counts.data;
+    call.counts_stride = counts.strides[0];
+    call.counts_are_int8 = counts.item == INT8;
+    call.count_rows = count_rows.ints();
+    return true;
+}
+
+bool call_gate_topk(py::handle logits_, int64_t k, py::handle rule, py::handle counts, py::handle count_rows,
+                    py::handle ids_, py::handle weights_) {
     Argument logits, ids, weights;
     if (!read(logits_, logits) || !read(ids_, ids) || !read(weights_, weights) || logits.ndim != 2) return false;
     const int64_t T = logits.shape[0], E = logits.shape[1];
-    if (!logits.is_rows(E) || k < 1 || k > E || !ids.is_dense(INT32, 2) || !weights.is_dense(FLOAT32, 2) ||
-        ids.shape[0] != T || ids.shape[1] != k || weights.shape[0] != T || weights.shape[1] != k)
+    if (!logits.is_rows(E) || !ids.is_dense(INT32, 2) || !weights.is_dense(FLOAT32, 2) || ids.shape[0] != T ||
+        ids.shape[1] != k || weights.shape[0] != T || weights.shape[1] != k)
         return false;
+    GateCall call{};
+    call.logits = logits.floats();
+    call.stride = logits.strides[0];
+    call.T = T;
+    call.E = E;
+    call.k = k;
+    call.ids = ids.ints();
+    call.weights = weights.floats();
+    if (!read_rule(rule, E, call) || !read_counts(counts, count_rows, call)) return false;
     py::gil_scoped_release release;
-    active->gate_topk(logits.floats(), logits.strides[0], T, E, k, renormalise, ids.ints(), weights.floats());
+    active->gate_topk(call);
     return true;
 }
 
@@ -327,6 +430,7 @@ py::object call_dispatch(py::handle expert_ids_, py::handle host_of_expert_, int
     return py::make_tuple(R, U, std::move(offsets_array), std::move(row_offsets_array));
 }
 
+void call_tanh(Address x, int64_t n, Address out) { active->tanh(at<float>(x), n, at<float>(out)); }
 void call_exp(Address x, int64_t n, Address out) { active->exp(at<float>(x), n, at<float>(out)); }
 
 }  // namespace
@@ -350,6 +454,7 @@ PYBIND11_MODULE(_native, m) {
                  self.fill_bias(first, at<float>(values), count);
              })
         .def_property_readonly("nbytes", &PackedExpert::nbytes);
+    py::class_<PackedHeads>(m, "PackedHeads").def(py::init<std::vector<std::shared_ptr<PackedPanels>>>());
     py::class_<Bank>(m, "Bank")
         .def(py::init<int64_t, int64_t>())
         .def("set", [](Bank& self, int64_t id, std::shared_ptr<PackedExpert> expert) { self.put(id, expert); })
@@ -374,5 +479,9 @@ PYBIND11_MODULE(_native, m) {
     m.def("combine", &call_combine);
     m.def("dispatch", &call_dispatch);
     m.def("exp", &call_exp);
+    m.def("tanh", &call_tanh);
+    m.def("linear_heads", &call_linear_heads);
+    m.def("soft_cap", &call_soft_cap);
+    m.def("kv_copy", &call_kv_copy);
     m.def("fma_turns", [](int64_t turns) { return active->fma_turns(turns); });
 }

@@ -125,6 +125,19 @@ class PackedExpert {
     Expert view_;
 };
 
+// One weight per head, all of one shape.
+class PackedHeads {
+  public:
+    explicit PackedHeads(std::vector<std::shared_ptr<PackedPanels>> heads) : heads_(std::move(heads)) {
+        for (const auto& head : heads_) views_.push_back(head->view());
+    }
+    const std::vector<Panels>& views() const { return views_; }
+
+  private:
+    std::vector<std::shared_ptr<PackedPanels>> heads_;
+    std::vector<Panels> views_;
+};
+
 // The resident experts of a layer. A call works on the table it found; `set` and `drop` put a new table in its place.
 class Bank {
   public:

@@ -1,6 +1,7 @@
 // Large calls cut into parts, one thread each. Baseline code, used by module.cpp only.
 #pragma once
 #include <algorithm>
+#include <vector>
 
 #include "pool.h"
 #include "table.h"
@@ -24,7 +25,7 @@ inline int64_t begin_of(int64_t n, int64_t parts, int64_t part) { return n * par
 
 // Parts are panels: the rows are the same for all, each weight is read by one thread.
 inline void linear_in_parts(const Kernels& kernels, const Panels& w, const float* x, int64_t x_stride, int64_t T,
-                            float* out, int64_t out_stride, bool add) {
+                            const float* bias, float* out, int64_t out_stride, bool add) {
     const int64_t panels = (w.num_outputs + 15) / 16;
     const int64_t parts = parts_worth(T * w.num_outputs * w.num_inputs, panels * w.panel_bytes, panels / 8);
     pool().run(parts, [&](int64_t part) {
@@ -32,15 +33,34 @@ inline void linear_in_parts(const Kernels& kernels, const Panels& w, const float
         Panels mine = w;
         mine.data += p0 * w.panel_bytes;
         mine.num_outputs = std::min(16 * p1, w.num_outputs) - 16 * p0;
-        kernels.linear(mine, x, x_stride, T, out + 16 * p0, out_stride, add);
+        kernels.linear(mine, x, x_stride, T, bias ? bias + 16 * p0 : nullptr, out + 16 * p0, out_stride, add);
     });
+}
+
+// Parts are runs of heads, each with its own weight.
+inline void heads_in_parts(const Kernels& kernels, const std::vector<Panels>& heads, const float* x, int64_t x_stride,
+                           int64_t x_head_stride, int64_t T, float* out, int64_t out_stride, int64_t out_head_stride) {
+    const int64_t H = static_cast<int64_t>(heads.size());
+    const Panels& first = heads[0];
+    const int64_t parts = parts_worth(T * H * first.num_outputs * first.num_inputs,
+                                      H * (first.num_outputs + 15) / 16 * first.panel_bytes, H);
+    pool().run(parts, [&](int64_t part) {
+        for (int64_t h = begin_of(H, parts, part); h < begin_of(H, parts, part + 1); ++h)
+            kernels.linear(heads[h], x + h * x_head_stride, x_stride, T, nullptr, out + h * out_head_stride, out_stride,
+                           false);
+    });
+}
+
+inline int64_t seen_by(const AttentionCall& call, int64_t t) {
+    const int64_t length = call.row_position[t] + 1;
+    return call.window > 0 ? std::min(length, call.window) : length;
 }
 
 // Parts are runs of rows.
 inline void attention_in_parts(const Kernels& kernels, const AttentionCall& call) {
     int64_t seen = 0;
-    for (int64_t t = 0; t < call.T; ++t) seen += call.row_position[t] + 1;
-    const int64_t parts = parts_worth(2 * seen * call.H * call.pages.P, 0, call.T);
+    for (int64_t t = 0; t < call.T; ++t) seen += seen_by(call, t);
+    const int64_t parts = parts_worth(seen * call.H * (call.pages.P + call.pages.Pv), 0, call.T);
     pool().run(parts, [&](int64_t part) {
         const int64_t t0 = begin_of(call.T, parts, part);
         AttentionCall mine = call;

@@ -33,22 +33,44 @@ struct Expert {
 
 struct KvPages {
     float* k;  // [num_blocks, G, P, 16]
-    float* v;  // [num_blocks, G, 16, P]
-    int64_t num_blocks, G, P;
+    float* v;  // [num_blocks, G, 16, Pv]
+    int64_t num_blocks, G, P, Pv;
 };
 
 struct AttentionCall {
-    const float* q;  // [T, H, P], stride of T in elements below, heads packed
-    int64_t q_stride;
+    const float* q;  // [T, H, P], strides of T and H in elements
+    int64_t q_stride, q_head_stride;
     KvPages pages;
     const int32_t* block_tables;  // [B, M]
     int64_t M;
     const int32_t* row_request;   // [T]
     const int32_t* row_position;  // [T]
     float scale;
-    float* out;  // [T, H, P]
-    int64_t out_stride;
+    float* out;  // [T, H, Pv]
+    int64_t out_stride, out_head_stride;
     int64_t T, H;
+    int64_t window;      // last positions that a row sees, 0: all
+    const float* sinks;  // [H] or null
+    float soft_cap;      // 0: none
+};
+
+enum Scores : int { SOFTMAX = 0, SOFTMAX_OF_TOP_K = 1, SIGMOID = 2 };
+
+struct GateCall {
+    const float* logits;
+    int64_t stride, T, E, k;
+    bool renormalise;
+    int scores;
+    int64_t num_groups, top_groups;
+    float scale;
+    const float* expert_scale;    // [E] or null
+    const float* selection_bias;  // [E] or null
+    int32_t* ids;                 // [T, k]
+    float* weights;               // [T, k]
+    void* counts;                 // [n, E] or null
+    int64_t counts_stride;
+    bool counts_are_int8;
+    const int32_t* count_rows;  // [T]
 };
 
 struct ExpertCall {
@@ -65,20 +87,23 @@ struct ExpertCall {
 
 struct Kernels {
     const char* isa;
-    void (*linear)(const Panels& w, const float* x, int64_t x_stride, int64_t T, float* out, int64_t out_stride,
-                   bool add);
+    // bias [N] or null
+    void (*linear)(const Panels& w, const float* x, int64_t x_stride, int64_t T, const float* bias, float* out,
+                   int64_t out_stride, bool add);
     void (*rms_norm)(const float* x, int64_t x_stride, const float* weight, float eps, int64_t T, int64_t D, float* out,
                      int64_t out_stride);
+    // cos and sin [S, C]
     void (*head_norm_rope)(float* x, int64_t token_stride, int64_t head_stride, int64_t T, int64_t H, int64_t P,
-                           const float* weight, float eps, const float* cos, const float* sin,
-                           const int32_t* positions);
+                           const float* weight, float eps, const float* cos, const float* sin, int64_t C,
+                           bool interleaved, const int32_t* positions);
+    void (*soft_cap)(float* x, int64_t stride, int64_t T, int64_t N, float cap);
     void (*paged_attention)(const AttentionCall& call);
-    void (*gate_topk)(const float* logits, int64_t stride, int64_t T, int64_t E, int64_t k, bool renormalise,
-                      int32_t* ids, float* weights);
+    void (*gate_topk)(const GateCall& call);
     void (*grouped_ffn)(const ExpertCall& call);
     void (*combine)(const float* rows, int64_t stride, const int32_t* slots, const float* weights, int64_t T, int64_t K,
                     int64_t D, float* hidden, int64_t hidden_stride);
-    void (*exp)(const float* x, int64_t n, float* out);  // for the test of its accuracy
+    void (*exp)(const float* x, int64_t n, float* out);  // these two for the test of their accuracy
+    void (*tanh)(const float* x, int64_t n, float* out);
     float (*fma_turns)(int64_t turns);                   // for the roofline: 512 multiply-adds each, nothing else
 };
 

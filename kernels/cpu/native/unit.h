@@ -19,8 +19,8 @@ namespace {
 }  // namespace
 
 const Kernels* EDGE_TABLE() {
-    static const Kernels table = {EDGE_ISA_NAME, linear,      rms_norm, head_norm_rope, paged_attention,
-                                  gate_topk,     grouped_ffn, combine,  exp_row,     fma_turns};
+    static const Kernels table = {EDGE_ISA_NAME, linear_with_bias, rms_norm, head_norm_rope, soft_cap, paged_attention,
+                                  gate_topk,     grouped_ffn,      combine,  exp_row,        tanh_row, fma_turns};
     return &table;
 }
 
