@@ -253,7 +253,8 @@ class ConfigReader:
             changes = {"rotary_share": float(share), "factor": values.number("factor", 1.0)}
         else:
             if share not in (None, 1, 1.0):
-                raise self.fault("partial_rotary_factor", share, "is not supported, only 1.0")
+                where = key + "." if values.get("partial_rotary_factor") is not None else ""
+                raise self.fault(f"{where}partial_rotary_factor", share, "is not supported, only 1.0")
             if kind not in ROPE_READERS:
                 kinds = ", ".join(map(repr, [*ROPE_READERS, "proportional"]))
                 raise self.fault(f"{key}.rope_type", kind, f"is not supported, only {kinds}")

@@ -14,27 +14,30 @@ from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.footprint import footprint
 from tests.support.decoders import Sequences, all_experts
+from tests.support.families import CASES, write_variant
 from tests.support.tiny_models import Reference, read_tensors, write_tensors, write_tiny_qwen3_moe
-from topology.costs import trunk_bytes
+from topology.costs import kv_block_bytes, trunk_bytes
 from topology.ids import ExpertId
 
-VARIANTS = {
-    "plain": {},
-    "dense layer": {"mlp_only_layers": [0]},
-    "untied": {"tie_word_embeddings": False},
-    "biased": {"attention_bias": True},
-    "float32": {"dtype": torch.float32},
-    "odd": {"hidden_size": 52, "moe_intermediate_size": 35, "head_dim": 22, "vocab_size": 509},
-}
 
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_loaded_takes_the_bytes_that_were_planned(tmp_path, variant):
-    checkpoint = Checkpoint.open(write_tiny_qwen3_moe(tmp_path, **VARIANTS[variant]))
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_what_is_loaded_takes_the_bytes_that_were_planned(tmp_path, family, variant):
+    checkpoint = Checkpoint.open(write_variant(family, variant, tmp_path))
     spec, planned = checkpoint.spec, footprint(checkpoint, context_tokens=64)
-    for first, last in ((0, 3), (0, 1), (1, 2), (2, 3), (1, 3)):
+    last_layer = spec.num_layers
+    shares = any(layer.attention.kv_shared_with is not None for layer in spec.layers)
+    for first, last in ((0, last_layer), (0, 1), (1, 2), (last_layer - 1, last_layer), (1, last_layer)):
         trunk = load_trunk(checkpoint, spec, first, last, context_tokens=64)
         assert trunk.nbytes == trunk_bytes(planned, first, last), (first, last)
+        if shares and (first, last) != (0, last_layer):
+            continue  # pages that are shared are not cut apart
+        pages = KVPages(3, spec.kv_shapes(first, last))
+        assert pages.nbytes == 3 * kv_block_bytes(planned, first, last)
+        kept = {p.data_ptr(): p.nbytes for i in range(first, last) for p in (pages.k(i), pages.v(i))}
+        assert sum(kept.values()) == pages.nbytes
+        decoder = Decoder(spec, trunk, pages, max_rows=40)
+        buffers = sum(buffer.nbytes for buffer in decoder._buffers.values())
+        assert buffers == 40 * planned.row_workspace_bytes
     for weight_format in ("as_stored", "float32", "bfloat16"):
         store = load_experts(checkpoint, spec, all_experts(spec), weight_format=weight_format)
         sizes = planned.expert_bytes[weight_format]
