@@ -7,7 +7,6 @@ Knows nothing of how they work. A benchmark is a command, never a test.
 import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -70,10 +69,12 @@ class RunningCluster:
         self._topology = topology.absolute()
         self._clock = clock
         self._folder = TemporaryDirectory(prefix="edge-bench-")
+        self.pids: dict[str, int] = {}
 
     def __enter__(self) -> "RunningCluster":
         os.environ[STATE_VARIABLE] = self._folder.name
         local = launch.start_local(self.cluster, self._topology)
+        self.pids = {name: process.pid for name, process in local.processes.items()}
         try:
             launch.wait_ready(
                 local, self.client, self._clock, READY_S, lambda line: print(line, file=sys.stderr)
@@ -198,31 +199,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def measure_transformers(
-    model: str, prompts: Sequence[str], streams: Sequence[int], max_tokens: int, rounds: int
-) -> dict[int, list[float]]:
-    """Tokens per second of `transformers` generate, one thread, by batch size; a process of its own."""
-    order = {
-        "model": model,
-        "prompts": list(prompts),
-        "streams": list(streams),
-        "max_tokens": max_tokens,
-        "rounds": rounds,
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "testbed.peers"],
-        input=json.dumps(order),
-        capture_output=True,
-        text=True,
-        env=dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error"),
-        check=False,
-    )
-    if done.returncode:
-        raise ClusterError(f"transformers did not run: {done.stderr.strip().splitlines()[-1:]}")
-    return {int(batch): rates for batch, rates in json.loads(done.stdout).items()}
-
-
-def table(cells: Sequence[Measured], peers: dict[int, list[float]]) -> str:
+def table(cells: Sequence[Measured]) -> str:
     """The results in Markdown."""
     lines = [
         "| cluster | nodes | streams | tok/s (min-max) | TTFT ms | TPOT p50 ms | p95 ms | messages/token | bytes/token |",
@@ -233,11 +210,6 @@ def table(cells: Sequence[Measured], peers: dict[int, list[float]]) -> str:
             f"| {cell.cluster} | {cell.nodes} | {cell.streams} | {cell.tokens_per_s:.0f} "
             f"({cell.tokens_per_s_min:.0f}-{cell.tokens_per_s_max:.0f}) | {cell.ttft_ms:.1f} | {cell.tpot_p50_ms:.2f} | "
             f"{cell.tpot_p95_ms:.2f} | {cell.messages_per_token:.1f} | {cell.bytes_per_token:.0f} |"
-        )
-    for batch, rates in sorted(peers.items()):
-        lines.append(
-            f"| transformers generate, float32 | 1 | {batch} | {statistics.median(rates):.0f} "
-            f"({min(rates):.0f}-{max(rates):.0f}) | | | | | |"
         )
     lines += ["", "Microseconds of a home's step (parts named per layer are per layer):", ""]
     layer_names, rest_names = list(cells[0].layer_us), list(cells[0].rest_us)
@@ -251,5 +223,6 @@ def table(cells: Sequence[Measured], peers: dict[int, list[float]]) -> str:
     return "\n".join(lines)
 
 
-def as_json(cells: Sequence[Measured], peers: dict[int, list[float]]) -> str:
-    return json.dumps({"cells": [asdict(cell) for cell in cells], "transformers": peers})
+def as_json(cells: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Plain values of everything measured."""
+    return [asdict(cell) for cell in cells]

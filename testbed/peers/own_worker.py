@@ -1,0 +1,123 @@
+"""Our own engine in one process and without sockets: what a node of the given topology file loads, stepped by hand."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edge_runtime.clock import SystemClock
+from edge_runtime.coordinator.deploy import deploy_for
+from edge_runtime.engine.engine import Engine
+from edge_runtime.engine.request import Request, SamplingParams
+from edge_runtime.model.build import quiet
+from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.footprint import footprint
+from edge_runtime.model.moe import Missing
+from edge_runtime.node.share import load_share
+from edge_runtime.protocol import Hello
+from kernels import backends
+from testbed.peers.worker import Moment, Took, moment, serve
+from topology.files import read_cluster
+from topology.placement import plan_placement
+
+
+class OwnRunner:
+    """The engine of a cluster's only node."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        cluster = read_cluster(order["topology"])
+        (node,) = cluster.nodes
+        torch.set_num_threads(node.threads)
+        backends.set_num_threads(node.threads)
+        checkpoint = Checkpoint.open(cluster.model)
+        sizes = footprint(checkpoint, context_tokens=cluster.context_tokens)
+        deploy = deploy_for(
+            node.name, cluster, sizes, plan_placement(cluster, sizes), model_hash="", public_keys={}
+        )
+        share = load_share(
+            deploy,
+            checkpoint,
+            None,
+            identity=Hello(node=node.name),
+            keys=None,
+            clock=SystemClock(),
+            progress=quiet,
+        )
+        assert share.engine is not None, "the only node of a cluster runs the whole model"
+        self._engine: Engine = share.engine
+        said = backends.describe()
+        self._num_requests = 0
+        self.facts = {
+            "version": f"edge-runtime, {said['backend']} {said['isa'] or ''}".strip(),
+            "expert_bytes": share.store.nbytes,
+            "trunk_bytes": share.weight_bytes - share.store.nbytes,
+        }
+
+    def decode(self, prompts: list[list[int]], steps: int) -> Took:
+        names = self._submit(prompts, steps + 1 + len(prompts))  # some more: not all start in the same step
+        started: set[str] = set()
+        began: Moment | None = None
+        tokens = 0
+        while True:
+            outputs = self._engine.step()
+            now = moment()
+            if began is not None:
+                tokens += sum(output.token_id is not None for output in outputs)
+                if tokens >= steps * len(prompts):
+                    break
+            else:
+                started.update(output.request_id for output in outputs)
+                began = now if len(started) == len(prompts) else None
+        for name in names:
+            self._engine.abort(name)
+        return Took(began, now, tokens)
+
+    def prefill(self, prompt: list[int]) -> Took:
+        began = moment()
+        self._submit([prompt], 1)
+        while not self._engine.is_idle:
+            self._engine.step()
+        return Took(began, moment(), len(prompt))
+
+    def parts(self, order: dict[str, Any]) -> dict[str, object]:
+        """How many distinct experts a layer of a decode step reads, and what the parts of a step take, uncounted."""
+        runner = self._engine.runner
+        counting = _Counting(runner.port)  # type: ignore[attr-defined]
+        runner.port = counting  # type: ignore[attr-defined]
+        try:
+            self.decode(order["prompts"], order["steps"])
+        finally:
+            runner.port = counting.port  # type: ignore[attr-defined]
+        rows = len(order["prompts"])
+        found = [distinct for num_rows, distinct in counting.seen if num_rows == rows]
+        return {"distinct_experts": sum(found) / max(1, len(found))}
+
+    def _submit(self, prompts: Sequence[list[int]], tokens: int) -> list[str]:
+        names = []
+        for prompt in prompts:
+            self._num_requests += 1
+            names.append(f"bench-{self._num_requests}")
+            # A salt of its own: no prefix is ever reused, or a second prefill would cost nothing.
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+            self._engine.submit(Request(names[-1], prompt, params, 0.0, salt=names[-1]))
+        return names
+
+
+class _Counting:
+    """An ExpertPort that notes the rows of each call and how many experts they chose between them."""
+
+    def __init__(self, port: Any) -> None:
+        self.port = port
+        self.seen: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.port, name)
+
+    def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
+        self.seen.append((len(x), len(expert_ids.unique())))
+        return self.port.run(layer, x, expert_ids, out)
+
+
+if __name__ == "__main__":
+    serve(OwnRunner)

@@ -1,0 +1,201 @@
+"""The side-by-side benchmark without any peer: prompts, columns, rates, tables, and workers as processes."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import testbed
+from edge_runtime.errors import ClusterError
+from testbed.bench_cli import bench
+from testbed.bench_floors import Cost
+from testbed.bench_peers import Cell, Corpus, Result, Sitting, cells_of, free_ports, one_node
+from testbed.bench_table import as_json, number, tables
+from testbed.peers.engines import Arrival, Rate, Work, WorkerEngine, decode_rate, process_cpu_s
+from topology.parse import parse_cluster
+
+DEMO = Path(testbed.__file__).parent / "models" / "edge-moe-demo"
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return Corpus(DEMO, "The keeper of the lighthouse counted every ship that passed the rocks. " * 20)
+
+
+def test_no_two_prompts_of_a_sitting_begin_alike(corpus):
+    text = Corpus(DEMO, " ".join(str(n * n) for n in range(3000)))
+    prompts = [tuple(prompt) for turn in range(4) for prompt in text.prompts(16, 32, turn)]
+    assert len(set(prompts)) == 64
+    assert {len(prompt) for prompt in prompts} == {32}
+
+
+def test_a_prompt_longer_than_the_text_repeats_it(corpus):
+    (prompt,) = corpus.prompts(1, 3000, 1)
+    assert len(prompt) == 3000
+
+
+def test_columns_are_the_batches_and_a_prefill_that_leaves_room_for_a_token():
+    sitting = Sitting(DEMO, batches=(1, 4), prefill_tokens=512)
+    assert [cell.title for cell in cells_of(sitting, 512)] == ["decode 1", "decode 4", "prefill 511"]
+    assert cells_of(sitting, 2048)[-1].tokens == 512
+
+
+def test_our_node_is_one_that_the_runtime_can_read():
+    cluster = parse_cluster(one_node(Sitting(DEMO), "as_stored", 2, 512, free_ports(2)))
+    (node,) = cluster.nodes
+    assert (node.threads, node.weight_format, cluster.context_tokens) == (2, "as_stored", 512)
+    assert cluster.max_batch_rows == 512
+
+
+def test_ports_are_free_and_differ():
+    assert len(set(free_ports(5))) == 5
+
+
+def test_the_rate_of_streams_counts_from_when_all_have_begun_until_the_first_ends():
+    late = [Arrival(2.0, 1, 0.2), Arrival(3.0, 1, 0.4), Arrival(4.0, 2, 0.6), Arrival(6.0, 1, 1.0)]
+    early = [Arrival(1.0, 1, 0.1), Arrival(2.5, 1, 0.3), Arrival(4.0, 1, 0.6)]
+    assert decode_rate([late, early], 2) == Rate(5 / 2.0, pytest.approx(5 / 0.4 * 2))
+
+
+def test_streams_that_never_ran_together_have_no_rate():
+    with pytest.raises(ClusterError, match="ended before the last one began"):
+        decode_rate([[Arrival(0, 1, 0), Arrival(1, 1, 1)], [Arrival(2, 1, 2), Arrival(3, 1, 3)]], 1)
+
+
+def test_processor_time_of_a_process_is_what_it_says_itself():
+    before, said = process_cpu_s(os.getpid()), time.process_time()
+    assert 0 <= said - before < 0.5
+
+
+WORKER = """
+import sys
+from testbed.peers.worker import Moment, Took, serve
+
+class Toy:
+    def __init__(self, order):
+        print("a library that prints where answers go")
+        if order["threads"] > 7:
+            print("too many", file=sys.stderr)
+            raise SystemExit(3)
+        self.facts = {"version": f"toy {order['threads']}"}
+
+    def decode(self, prompts, steps):
+        return Took(Moment(1, 1), Moment(3, 2), len(prompts) * steps)
+
+    def prefill(self, prompt):
+        return Took(Moment(0, 0), Moment(2, 1), len(prompt))
+
+    def parts(self, order):
+        return {"answer": order["ask"] + 1}
+
+serve(Toy)
+"""
+
+
+def started(tmp_path, threads):
+    (tmp_path / "toy.py").write_text(WORKER)
+    engine = WorkerEngine("toy", (str(tmp_path / "toy.py"),), {"threads": threads})
+    return engine.start()
+
+
+def test_a_worker_tells_its_facts_and_the_rates_of_its_rounds(tmp_path):
+    engine = started(tmp_path, 2)
+    try:
+        assert engine.facts == {"version": "toy 2"}
+        assert engine.run(Work("decode", [[1], [2]], 10)) == Rate(10.0, 40.0)
+        assert engine.run(Work("prefill", [[1, 2, 3, 4]], 0)) == Rate(2.0, 8.0)
+        assert engine.ask({"do": "parts", "ask": 4}) == {"answer": 5}
+    finally:
+        engine.close()
+
+
+def test_a_worker_that_ends_is_told_with_its_last_words(tmp_path):
+    with pytest.raises(ClusterError, match="toy ended: .*too many"):
+        started(tmp_path, 8)
+
+
+def some_result():
+    cells = (Cell("decode", 1, 32), Cell("decode", 8, 32), Cell("prefill", 1, 511))
+    result = Result("tiny", "bf16", 1, cells, stream_bps=[9e9, 10e9, 11e9], peak_flops=100e9)
+    result.load_average = [0.5, 2.25]
+    result.rates = {
+        "own": {
+            "decode 1": [Rate(100, 200), Rate(110, 220), Rate(90, 180)],
+            "decode 8": [Rate(400, 800)],
+            "prefill 511": [Rate(1000, 2000)],
+        },
+        "a": {"decode 1": [Rate(50, 250)], "decode 8": [Rate(200, None)], "prefill 511": [Rate(4000, 4000)]},
+        "b": {"decode 1": [Rate(60, 60)]},
+    }
+    result.costs = {"own": {"decode 1": Cost(40e6, 1e6), "prefill 511": Cost(1e6, 511 * 40e6)}}
+    result.distinct_experts = {"decode 1": 4.0}
+    result.versions = {"own": "ours", "a": "theirs"}
+    result.left_out = {"c": "not installed"}
+    return result
+
+
+def rows_of(text):
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line
+    ]
+
+
+def test_rates_stand_side_by_side_with_their_spread():
+    rows = rows_of(tables(some_result()))
+    assert ["own", "100 (90.0-110)", "400 (400-400)", "1000 (1000-1000)"] in rows
+    assert ["a", "250 (250-250)", "", "4000 (4000-4000)"] in rows
+    assert ["b", "60.0 (60.0-60.0)", "", ""] in rows
+
+
+def test_ratios_are_over_the_best_other_engine_of_each_column():
+    rows = rows_of(tables(some_result()))
+    assert ["own", "1.67 (b)", "2.00 (a)", "0.25 (a)"] in rows
+    assert ["own, processor time", "0.80 (a)", "", "0.50 (a)"] in rows
+
+
+def test_floors_say_what_limits_each_cell():
+    rows = rows_of(tables(some_result()))
+    assert ["decode 1", "own", "4.0", "40", "250", "80%", "0%", "bandwidth"] in rows
+    assert ["prefill 511", "own", "all", "1", "2500", "0%", "80%", "arithmetic"] in rows
+
+
+def test_every_table_is_whole_and_every_engine_accounted_for():
+    text = tables(some_result())
+    for block in re.split(r"\n\n", text):
+        widths = {len(row) for row in rows_of(block)}
+        assert len(widths) <= 1, block
+    assert "- a: theirs" in text
+    assert "- without c: not installed" in text
+    assert "Load average 0.5 to 2.2;" in text
+
+
+def test_the_json_form_keeps_every_round():
+    (found,) = as_json([some_result()])
+    assert found["rates"]["own"]["decode 1"][1] == {"wall": 110, "cpu": 220}
+    assert found["bytes_and_flops"]["own"]["decode 1"] == [40e6, 1e6]
+
+
+@pytest.mark.parametrize(("value", "shown"), [(1234.5, "1234"), (99.94, "99.9"), (3.14159, "3.14")])
+def test_numbers_have_three_digits_that_count(value, shown):
+    assert number(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--streams", "1,x"], "'1,x' is no list of whole numbers"),
+        (["--streams", "0"], "'0' is no list of whole numbers"),
+        (["--peers", "--engine", "own,sglang"], "'sglang' is none of own, daemons"),
+        (["--peers", "--format", "int3"], "'int3' is none of bf16, int8, int4"),
+        (["--rounds", "0"], "0 is not in the range"),
+        (["--peers", "--topology", str(DEMO / "config.json")], "give --model instead of --topology"),
+    ],
+    ids=["word", "zero", "engine", "format", "rounds", "topology"],
+)
+def test_wrong_options_are_refused_before_anything_starts(arguments, said):
+    done = CliRunner().invoke(bench, arguments)
+    assert done.exit_code == 2
+    assert said in done.output
