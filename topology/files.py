@@ -24,6 +24,11 @@ def read_cluster(path: str | Path) -> Cluster:
         line = content.count(b"\n", 0, error.start) + 1
         raise ClusterFileError(str(path), [Fault(line, "", "not UTF-8 text, as TOML has to be")]) from error
 
+    return read_cluster_text(text, path)
+
+
+def read_cluster_text(text: str, path: Path) -> Cluster:
+    """The cluster that the text of a file at `path` describes; raises as `read_cluster` does."""
     base = path.resolve().parent
     return parse_cluster(
         text,

@@ -3,13 +3,16 @@
 import logging
 import os
 import secrets
+from collections.abc import Collection
+from pathlib import Path
 
 import msgspec
 import psutil
 
 from edge_runtime.clock import Clock
+from edge_runtime.coordinator import redeploy
 from edge_runtime.coordinator import state as states
-from edge_runtime.coordinator.deploy import deploy_for, experts_without_host
+from edge_runtime.coordinator.deploy import Plan, deploy_for, experts_without_host, plan_for, refuse_unchangeable
 from edge_runtime.coordinator.outbox import Outbox
 from edge_runtime.coordinator.route import HomeLoad, choose_home
 from edge_runtime.coordinator.status import status_body
@@ -17,6 +20,10 @@ from edge_runtime.coordinator.streams import Delivery, Streams
 from edge_runtime.protocol import (
     Abort,
     Accepted,
+    Activate,
+    Activated,
+    Apply,
+    Applying,
     BadMessage,
     Credit,
     Deployed,
@@ -32,8 +39,10 @@ from edge_runtime.protocol import (
     Message,
     PeersChanged,
     Refused,
+    Release,
     StatusQuery,
     StatusReply,
+    Stop,
     Stopping,
     Submit,
     Tokens,
@@ -44,6 +53,8 @@ from edge_runtime.transport.endpoint import Sent, Server
 from edge_runtime.transport.keys import Keys
 from topology.cluster import DECODE, Cluster
 from topology.costs import ModelFootprint
+from topology.errors import TopologyError
+from topology.files import read_cluster_text
 from topology.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -54,6 +65,8 @@ PROBE_S = 1.0  # how often a client that takes nothing is looked for
 MAX_BACKLOG = 1000  # messages taken before time is looked at
 MAX_MOVES = 3  # homes a request may lose before it is given up
 HOMELESS_S = 30.0  # how long a request waits for another home
+CHANGE_S = 120.0  # how long loading another placement may take, and switching to it
+RETRY_CHANGE_S = 2.0  # after a change that did not work out
 HOME_IS_GONE = ("stopping", "not_ready")  # failures of a home, not of the request
 SEED_BITS = 63
 MAX_CLIENTS = 4096  # connections remembered; the oldest idle one must greet again
@@ -74,9 +87,13 @@ class CoordinatorDaemon:
         homeless_s: float = HOMELESS_S,
     ) -> None:
         """homeless_s: how long a request whose home is gone waits for another, seconds."""
-        self._cluster = cluster
+        self._plans = {placement.epoch: Plan(cluster, placement)}
+        self._active = placement.epoch
+        self._change: redeploy.Change | None = None
+        self._change_bytes: dict[str, int] = {}  # node -> weights it loaded for the change
+        self._last_change = ""
+        self._try_change_at_s = 0.0
         self._footprint = footprint
-        self._placement = placement
         self._clock = clock
         self._keys = keys
         self._homeless_s = homeless_s
@@ -101,6 +118,14 @@ class CoordinatorDaemon:
         self._tick_at_s = 0.0
         self._probe_at_s = 0.0
         self._stopping = False
+
+    @property
+    def _cluster(self) -> Cluster:
+        return self._plans[self._active].cluster
+
+    @property
+    def _placement(self) -> Placement:
+        return self._plans[self._active].placement
 
     @property
     def address(self) -> str:
@@ -133,9 +158,17 @@ class CoordinatorDaemon:
         now = self._clock.now()
         self._tick_at_s = now + TICK_S
         self._apply(states.Tick())
+        self._advance(redeploy.Tick())
+        self._mend_placement(now)
         self._find_homes()
         for client in self._outbox.flush():
             self._client_gone(client)
+        for record in list(self._state.nodes.values()):
+            silent_s = now - record.last_heard_s
+            if record.phase in ("ready", "suspect") and silent_s > self._cluster.heartbeat_s * 1.2:
+                # A beat is late: only an attempt to send tells a closed connection from a busy node.
+                if self._server.send(record.peer, HeartbeatReply(0)) is Sent.UNREACHABLE:
+                    self._apply(states.Unreachable(record.name))
         if now >= self._probe_at_s:
             self._probe_at_s = now + PROBE_S
             for client in self._streams.stalled_clients():
@@ -195,10 +228,18 @@ class CoordinatorDaemon:
                 self._apply(states.Beat(name, report))
             case DeployProgress():
                 self._apply(states.Progressed(name, message.bytes_done, message.bytes_total))
+            case Deployed(epoch=epoch) if self._change is not None and epoch == self._change.epoch:
+                self._change_bytes[name] = message.weight_bytes
+                self._advance(redeploy.Loaded(name))
             case Deployed():
                 self._apply(states.ShareLoaded(name, message.epoch, message.weight_bytes))
+            case DeployFailed(epoch=epoch, reason=reason) if self._change is not None and epoch == self._change.epoch:
+                self._advance(redeploy.CannotLoad(name, reason))
             case DeployFailed(reason=reason):
                 self._apply(states.LoadFailed(name, message.epoch, reason))
+            case Activated(epoch=epoch):
+                if self._change is not None and epoch == self._change.epoch:
+                    self._advance(redeploy.Switched(name))
             case Tokens():
                 if self._streams.node_of(message.request_id) != name:
                     self._server.send(
@@ -233,6 +274,8 @@ class CoordinatorDaemon:
             case Abort(request_id=request_id):
                 if self._streams.client_of(request_id) == peer:
                     self._abort(request_id)
+            case Apply():
+                self._outbox.send(peer, self._begin_apply(message), call_id)
             case StatusQuery():
                 body = status_body(
                     self._cluster,
@@ -246,6 +289,8 @@ class CoordinatorDaemon:
                         "rss_bytes": psutil.Process().memory_info().rss,
                         "bad_frames": self._server.bad_messages,
                     },
+                    change=self._change.waiting_for() if self._change is not None else "",
+                    last_change=self._last_change,
                     now=self._clock.now(),
                 )
                 self._outbox.send(peer, StatusReply(body), call_id)
@@ -359,9 +404,12 @@ class CoordinatorDaemon:
     # State.
 
     def _apply(self, event: states.Event) -> None:
-        self._state, commands = states.apply(self._state, event, self._clock.now())
+        before = self._state
+        self._state, commands = states.apply(before, event, self._clock.now())
         for command in commands:
             self._carry_out(command)
+        for name in states.gone_between(before, self._state):
+            self._advance(redeploy.Gone(name))
 
     def _carry_out(self, command: states.Command) -> None:
         match command:
@@ -373,32 +421,155 @@ class CoordinatorDaemon:
                 log.warning("%s", reason)
                 self._server.send(peer, Refused("name_in_use", reason, retry_after_s))
             case states.AnnounceAlive():
-                message = PeersChanged(self._placement.epoch, self._state.alive)
-                for name in self._state.alive:
-                    self._server.send(self._state.nodes[name].peer, message)
+                self._mend_placement(self._clock.now())
+                self._announce_alive()
             case states.MoveRequests(name, why):
                 for request_id in self._streams.of_node(name):
+                    self._abort(request_id)
                     self._streams.lose_home(request_id, why, self._clock.now())
                 self._find_homes(but=name)
 
+    def _announce_alive(self) -> None:
+        message = PeersChanged(self._active, self._state.alive, replacing=self._is_replacing())
+        for name in self._state.alive:
+            self._server.send(self._state.nodes[name].peer, message)
+
     def _send_share(self, name: str) -> None:
+        """Send a node that greeted its share of the placement that counts, and of the one that is being loaded."""
         record = self._state.nodes[name]
         self._node_of = {peer: node for peer, node in self._node_of.items() if node != name}
         self._node_of[record.peer] = name
-        self._server.send(record.peer, self._identity, epoch=self._placement.epoch)
-        keys = self._keys
+        self._server.send(record.peer, self._identity, epoch=self._active)
+        epochs = [self._active, *([self._change.epoch] if self._change is not None else [])]
+        for epoch in epochs:
+            if self._plans[epoch].holds(name):
+                self._send_deploy(name, epoch)
+
+    def _send_deploy(self, name: str, epoch: int) -> None:
+        record, plan, keys = self._state.nodes[name], self._plans[epoch], self._keys
+        names = plan.cluster.node_names
         deploy = deploy_for(
             name,
-            self._cluster,
+            plan.cluster,
             self._footprint,
-            self._placement,
+            plan.placement,
             model_hash=self._identity.model_hash,
-            public_keys={node: keys.of_peer(node).decode() for node in self._cluster.node_names}
-            if keys
-            else {},
+            public_keys={node: keys.of_peer(node).decode() for node in names} if keys else {},
         )
         if not self._server.send(record.peer, deploy):
             log.warning("%s cannot be reached; it will be sent its share when it greets again", name)
+
+    # From one placement to the next.
+
+    def _begin_apply(self, message: Apply) -> Message:
+        """Begin to change to another topology file, or say why not; a bad file changes nothing."""
+        if self._change is not None:
+            return Refused("busy", f"a change is under way: {self._change.waiting_for()}", RETRY_S)
+        try:
+            wanted = read_cluster_text(message.text, Path(message.source))
+            refuse_unchangeable(self._cluster, wanted)
+            placement = plan_for(wanted, self._footprint, wanted.node_names, self._newest() + 1)
+        except TopologyError as error:
+            return Refused("topology", str(error))
+        if wanted == self._cluster and placement.nodes == self._placement.nodes:
+            return Applying(0)
+        self._begin_change(Plan(wanted, placement), f"{message.source} was applied")
+        return Applying(placement.epoch)
+
+    def _newest(self) -> int:
+        return max(self._plans)
+
+    def _begin_change(self, plan: Plan, why: str) -> None:
+        now, epoch = self._clock.now(), plan.placement.epoch
+        log.info("epoch %d begins to load: %s", epoch, why)
+        self._plans[epoch] = plan
+        self._change_bytes = {}
+        homes = {name for name in plan.homes if name in self._state.nodes and self._state.nodes[name].serves}
+        self._change = redeploy.Change(
+            epoch=epoch,
+            old_epoch=self._active,
+            members=frozenset(share.node for share in plan.placement.nodes),
+            homes=frozenset(homes),
+            began_s=now,
+            deadline_s=now + CHANGE_S,
+            why=why,
+        )
+        self._apply(states.Expected(plan.cluster.node_names))
+        for name in self._change.members:
+            if self._state.nodes[name].phase in ("loading", "ready", "suspect"):
+                self._send_deploy(name, epoch)
+
+    def _advance(self, event: redeploy.Event) -> None:
+        if self._change is None:
+            return
+        change = self._change
+        self._change, commands = redeploy.advance(change, event, self._clock.now())
+        for command in commands:
+            match command:
+                case redeploy.Activate(epoch):
+                    self._activate(change, epoch)
+                case redeploy.Release(epoch):
+                    self._send_to_all(Release(epoch))
+                    del self._plans[epoch]
+                    took_s = self._clock.now() - change.began_s
+                    self._last_change = f"epoch {change.epoch} in {took_s:.1f} s: {change.why}"
+                    log.info("epoch %d released; %s", epoch, self._last_change)
+                case redeploy.RollBack(epoch, why):
+                    log.warning("epoch %d is off: %s", epoch, why)
+                    self._send_to_all(Release(epoch))
+                    del self._plans[epoch]
+                    self._last_change = f"epoch {epoch} was rolled back: {why}"
+                    self._try_change_at_s = self._clock.now() + RETRY_CHANGE_S
+                    self._drop_nodes_not_in(self._cluster.node_names, why)
+                    self._apply(states.NotChanged())
+                    self._announce_alive()
+
+    def _activate(self, change: redeploy.Change, epoch: int) -> None:
+        self._active = epoch
+        names = self._plans[epoch].cluster.node_names
+        for name in change.members:
+            self._server.send(self._state.nodes[name].peer, Activate(epoch))
+        self._drop_nodes_not_in(names, "it was taken out of the topology file")
+        self._apply(states.Changed(epoch, names, dict(self._change_bytes)))
+        self._announce_alive()
+
+    def _drop_nodes_not_in(self, names: Collection[str], why: str) -> None:
+        """Nodes that joined and belong no more are told to stop, once what they were doing is another's."""
+        for peer, name in list(self._node_of.items()):
+            if name not in names:
+                self._server.send(peer, Stop(why))
+                del self._node_of[peer]
+
+    def _send_to_all(self, message: Message) -> None:
+        for record in self._state.nodes.values():
+            if record.phase in ("loading", "ready", "suspect"):
+                self._server.send(record.peer, message)
+
+    def _mend_placement(self, now: float) -> None:
+        """Give experts without a living host another one, and a node that came back its part again."""
+        if self._change is not None or now < self._try_change_at_s:
+            return
+        nodes = self._state.nodes.values()
+        present = [record.name for record in nodes if record.phase in ("loading", "ready", "suspect")]
+        idle = [name for name in present if not self._plans[self._active].holds(name)]
+        lost = [record.name for record in nodes if record.has_served and record.name not in present]
+        unhosted = experts_without_host(self._placement, set(present))
+        if not idle and not (lost and unhosted):
+            return
+        self._try_change_at_s = now + RETRY_CHANGE_S
+        try:
+            placement = plan_for(self._cluster, self._footprint, present, self._newest() + 1)
+        except TopologyError as error:
+            log.warning("the placement cannot be mended: %s", error)
+            return
+        why = f"{', '.join(idle)} came back" if idle else f"{unhosted} experts lost their host with {', '.join(lost)}"
+        self._begin_change(Plan(self._cluster, placement), why)
+
+    def _is_replacing(self) -> bool:
+        """A placement is being loaded that gives every expert a living host."""
+        if self._change is None:
+            return False
+        return not experts_without_host(self._plans[self._change.epoch].placement, set(self._state.alive))
 
     def _shut_down(self) -> None:
         for request_id in list(self._streams):

@@ -1,9 +1,50 @@
-"""From a placement to what each node is told: its share, who hosts what, and the engine's settings. Pure."""
+"""From a topology file to a placement, and from that to what each node is told. Pure.
+
+Knows the file, the model's bytes and who is there; nothing of what is loaded or running.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import NamedTuple
 
 from edge_runtime.protocol import Deploy, PeerAddress, Share
 from topology.cluster import Cluster, find_node
 from topology.costs import ModelFootprint, context_limit
-from topology.placement import Placement
+from topology.errors import TopologyError
+from topology.placement import Placement, plan_placement
+
+
+class Plan(NamedTuple):
+    """A topology file and what its nodes hold; nodes that are away have no share."""
+
+    cluster: Cluster
+    placement: Placement
+
+    def holds(self, name: str) -> bool:
+        """Whether that node has a share."""
+        return any(share.node == name for share in self.placement.nodes)
+
+    @property
+    def homes(self) -> list[str]:
+        """Nodes with a share that run attention."""
+        return [share.node for share in self.placement.nodes if share.last_layer > share.first_layer]
+
+
+def plan_for(cluster: Cluster, footprint: ModelFootprint, present: Collection[str], epoch: int) -> Placement:
+    """Place the model on the nodes of the file that are present. Raises PlacementError if they cannot hold it."""
+    nodes = tuple(node for node in cluster.nodes if node.name in present)
+    return plan_placement(replace(cluster, nodes=nodes), footprint, epoch=epoch)
+
+
+def refuse_unchangeable(running: Cluster, wanted: Cluster) -> None:
+    """Raise TopologyError if `wanted` changes what only a new start can change."""
+    for key in ("name", "model", "coordinator", "keys"):
+        found, expected = getattr(wanted, key), getattr(running, key)
+        if found != expected:
+            raise TopologyError(
+                f"{wanted.source}, [cluster] {key}: found {found}, the running cluster has {expected}; "
+                "stop it and start it anew to change that"
+            )
 
 
 def deploy_for(

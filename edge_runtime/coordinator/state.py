@@ -17,7 +17,11 @@ Phase = Literal["absent", "loading", "ready", "suspect", "lost", "failed", "left
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
-    """One node of the topology file. `has_served`: some process of that name was ready once."""
+    """One node of the topology file.
+
+    has_served  some process of that name was ready once
+    is_coming   only a placement that is still being loaded has it
+    """
 
     name: str
     phase: Phase = "absent"
@@ -32,6 +36,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     fault: str = ""
     has_served: bool = False
     numerics: str = ""
+    is_coming: bool = False
 
     @property
     def serves(self) -> bool:
@@ -60,13 +65,13 @@ class ClusterState(msgspec.Struct, frozen=True):
     @property
     def is_ready(self) -> bool:
         """Every node of the file serves."""
-        return all(record.serves for record in self.nodes.values())
+        return all(record.serves or record.is_coming for record in self.nodes.values())
 
     def waiting_for(self) -> str:
         """What stands between now and ready, for people: `n3 loading 3.1 of 6.8 MB, n5 absent`."""
         parts = []
         for record in self.nodes.values():
-            if record.serves:
+            if record.serves or record.is_coming:
                 continue
             if record.phase == "loading":
                 done, total = record.bytes_done / 1e6, record.bytes_total / 1e6
@@ -112,11 +117,36 @@ class Left(NamedTuple):
     reason: str
 
 
+class Unreachable(NamedTuple):
+    """Its connection has ended: nothing can be sent to it."""
+
+    name: str
+
+
+class Expected(NamedTuple):
+    """A placement that is about to be loaded has these nodes; the new ones may join."""
+
+    names: tuple[str, ...]
+
+
+class Changed(NamedTuple):
+    """Another placement counts from now on. names: the nodes of the file now; weight_bytes: of those that loaded it."""
+
+    epoch: int
+    names: tuple[str, ...]
+    weight_bytes: dict[str, int]
+
+
+class NotChanged(NamedTuple):
+    """The placement that was being loaded is off: nodes that only it had are not expected any more."""
+
+
 class Tick(NamedTuple):
     """Time went by."""
 
 
-Event = Joined | Beat | Progressed | ShareLoaded | LoadFailed | Left | Tick
+NodeEvent = Joined | Beat | Progressed | ShareLoaded | LoadFailed | Left | Unreachable
+Event = NodeEvent | Expected | Changed | NotChanged | Tick
 
 
 class SendShare(NamedTuple):
@@ -160,12 +190,23 @@ def initial_state(node_names: list[str], epoch: int, heartbeat_s: float, lost_af
 
 def apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState, list[Command]]:
     """One step of the state machine. `now` is in monotonic seconds; nothing is changed in place."""
-    if not isinstance(event, Tick) and event.name not in state.nodes:
+    if isinstance(event, NodeEvent) and event.name not in state.nodes:
         return state, [Note(f"{event.name} is no node of this cluster; what it says is ignored")]
     after, commands = _apply(state, event, now)
     if after.alive != state.alive:
         commands.append(AnnounceAlive())
     return after, commands
+
+
+def gone_between(before: ClusterState, after: ClusterState) -> list[str]:
+    """Nodes whose process, or the connection to it, was there before and is not after."""
+    here = ("loading", "ready", "suspect")
+    return [
+        name
+        for name, record in before.nodes.items()
+        if record.phase in here
+        and ((now := after.nodes.get(name)) is None or now.phase not in here or now.peer != record.peer)
+    ]
 
 
 def _apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState, list[Command]]:
@@ -174,6 +215,18 @@ def _apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState,
             return _join(state, event, now)
         case Tick():
             return _tick(state, now)
+        case Expected(names):
+            coming = {name: NodeRecord(name, is_coming=True) for name in names if name not in state.nodes}
+            return msgspec.structs.replace(state, nodes=state.nodes | coming), []
+        case Changed():
+            return _change(state, event)
+        case NotChanged():
+            kept = {name: record for name, record in state.nodes.items() if not record.is_coming}
+            return msgspec.structs.replace(state, nodes=kept), []
+        case Unreachable(name) if state.nodes[name].phase in ("loading", "ready", "suspect"):
+            return _gone(state, name, "lost", "its connection ended")
+        case Unreachable():
+            return state, []
         case Left(name, reason):
             return _gone(state, name, "left", reason[:MAX_FAULT_CHARS] or "stopped")
     if state.nodes[event.name].phase in ("absent", "left"):
@@ -236,6 +289,23 @@ def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState,
             Note(f"nodes compute differently ({', '.join(kinds)}): last bits depend on the placement")
         )
     return state, [*commands, SendShare(event.name)]
+
+
+def _change(state: ClusterState, event: Changed) -> tuple[ClusterState, list[Command]]:
+    nodes: dict[str, NodeRecord] = {}
+    for name in event.names:
+        record = state.nodes.get(name, NodeRecord(name))
+        if name in event.weight_bytes and record.phase in ("loading", "ready", "suspect"):
+            changes = {"phase": "ready", "weight_bytes": event.weight_bytes[name], "has_served": True, "fault": ""}
+            record = msgspec.structs.replace(record, **changes)  # type: ignore[arg-type]
+        nodes[name] = msgspec.structs.replace(record, is_coming=False)
+    commands: list[Command] = [Note(f"epoch {event.epoch} counts from now on")]
+    for name, record in state.nodes.items():
+        if name not in nodes:
+            commands.append(Note(f"{name} is not in the topology file any more"))
+            if record.serves:
+                commands.append(MoveRequests(name, f"node {name} was taken out of the cluster"))
+    return msgspec.structs.replace(state, nodes=nodes, epoch=event.epoch), commands
 
 
 def _heard(

@@ -7,7 +7,7 @@ import msgspec
 from edge_runtime.coordinator.deploy import experts_without_host
 from edge_runtime.coordinator.state import ClusterState, NodeRecord
 from edge_runtime.coordinator.streams import Streams
-from topology.cluster import Cluster, find_node
+from topology.cluster import Cluster
 from topology.placement import Placement
 
 
@@ -18,6 +18,8 @@ def status_body(
     streams: Streams,
     *,
     coordinator: dict[str, Any],
+    change: str,
+    last_change: str,
     now: float,
 ) -> dict[str, Any]:
     """The body of a StatusReply; every value fits in JSON."""
@@ -27,6 +29,8 @@ def status_body(
         "ready": state.is_ready,
         "numerics": state.numerics,
         "waiting_for": state.waiting_for(),
+        "change": change or None,
+        "last_change": last_change or None,
         "experts_without_host": experts_without_host(placement, set(state.alive)),
         "coordinator": coordinator,
         "requests": {
@@ -41,23 +45,24 @@ def status_body(
 def _node_body(
     cluster: Cluster, placement: Placement, record: NodeRecord, streams: Streams, now: float
 ) -> dict[str, Any]:
-    node, plan = find_node(cluster, record.name), placement.plan_of(record.name)
+    node = next((node for node in cluster.nodes if node.name == record.name), None)
+    plan = next((plan for plan in placement.nodes if plan.node == record.name), None)
     report = msgspec.to_builtins(record.report) if record.report is not None else {}
     return {
         "name": record.name,
-        "roles": sorted(node.roles),
-        "address": node.address,
+        "roles": sorted(node.roles) if node else [],
+        "address": node.address if node else None,
         "pid": record.pid or None,
         "state": record.phase,
         "fault": record.fault or None,
         "numerics": record.numerics or None,
         "last_heard_s": round(now - record.last_heard_s, 3) if record.incarnation else None,
-        "memory_limit_bytes": plan.memory_bytes,
-        "memory_planned_bytes": plan.planned_bytes,
+        "memory_limit_bytes": node.memory_bytes if node else 0,
+        "memory_planned_bytes": plan.planned_bytes if plan else 0,
         "memory_used_bytes": report.get("rss_bytes", 0),
         "weight_bytes": record.weight_bytes,
         "loaded_bytes": record.bytes_done,
-        "experts": len(plan.experts),
+        "experts": len(plan.experts) if plan else 0,
         "in_flight": streams.in_flight(record.name),
         "report": report,
     }

@@ -5,7 +5,7 @@ Knows rows and expert ids; nothing of requests. What a peer sends wrongly costs 
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,10 @@ MAX_GREETED = 1024  # connections remembered as greeted; the oldest must greet a
 
 @dataclass(frozen=True)
 class Residents:
-    """The experts this node answers for. `epoch` 0 and an empty store before the first placement."""
+    """The experts this node answers for under one placement."""
 
     epoch: int
-    store: ExpertStore | None
+    store: ExpertStore
     width: int
     num_experts: int
 
@@ -48,13 +48,14 @@ class ServiceCounters:
 class ExpertService(threading.Thread):
     """Answers Hello and ExpertCall at the node's own address.
 
-    `residents` may be replaced from another thread at any time; each call uses the one it finds.
+    residents  by epoch, newest last; replaced as a whole from another thread, and each call uses what it finds. While
+               the cluster changes from one placement to the next, both are answered for
     A fault of ours ends the thread, is kept in `.fault`, and died() lets the daemon end loudly.
     """
 
     def __init__(self, server: Server, identity: Hello, clock: Clock, died: Callable[[], None]) -> None:
         super().__init__(name="expert-service", daemon=True)
-        self.residents = Residents(0, None, 0, 0)
+        self.residents: Mapping[int, Residents] = {}
         self.counters = ServiceCounters()
         self.fault: BaseException | None = None
         self._server = server
@@ -67,6 +68,11 @@ class ExpertService(threading.Thread):
     def stop(self) -> None:
         """End after the call in hand; join to wait for it."""
         self._stopping.set()
+
+    @property
+    def epoch(self) -> int:
+        """The newest placement that is answered for, 0 before the first."""
+        return max(self.residents, default=0)
 
     @property
     def bad_messages(self) -> int:
@@ -83,7 +89,7 @@ class ExpertService(threading.Thread):
                         peer,
                         reply,
                         call_id=envelope.call_id,
-                        epoch=self.residents.epoch,
+                        epoch=envelope.epoch if envelope.epoch in self.residents else self.epoch,
                         tensors=tensors,
                         zero_copy=True,
                     )
@@ -135,12 +141,12 @@ class ExpertService(threading.Thread):
     def _run(
         self, peer: bytes, call: ExpertCall, epoch: int, rows: Any, pair_rows: Any, pair_experts: Any
     ) -> tuple[Message, tuple[Any, ...]]:
-        node, residents = self._identity.node, self.residents
+        node, residents = self._identity.node, self.residents.get(epoch)
         if peer not in self._greeted:
             raise Refusal("handshake", f"{node} takes calls only after a Hello on the same connection", 0.0)
-        if epoch != residents.epoch or residents.store is None:
+        if residents is None:
             raise Refusal(
-                "epoch", f"{node} serves epoch {residents.epoch}, the call is for epoch {epoch}", 0.5
+                "epoch", f"{node} serves epoch {self.epoch}, the call is for epoch {epoch}", 0.5
             )
         if rows.shape[1] != residents.width:
             raise Refusal("shape", f"{node} expects rows of width {residents.width}, found {rows.shape[1]}")

@@ -205,10 +205,32 @@ class DeployFailed(Message, frozen=True):
 
 
 class PeersChanged(Message, frozen=True):
-    """The nodes that are alive now, by name; all others of the epoch's placement are lost."""
+    """The nodes that are alive now, by name; all others of the epoch's placement are lost.
+
+    replacing  another placement is on its way that gives every expert a host again: steps that lack one may wait
+    """
 
     epoch: Count
     alive: list[Name]
+    replacing: bool = False
+
+
+class Activate(Message, frozen=True):
+    """The placement of this epoch, which is loaded, counts from the next step on. Answered by Activated."""
+
+    epoch: Count
+
+
+class Activated(Message, frozen=True):
+    """No step of an older epoch is under way here, and none will begin."""
+
+    epoch: Count
+
+
+class Release(Message, frozen=True):
+    """Forget the placement of this epoch: no step needs it, or it was rolled back."""
+
+    epoch: Count
 
 
 # --- the token path -------------------------------------------------------------------------------------------------
@@ -370,6 +392,26 @@ class Credit(Message, frozen=True):
 
 
 # --- operations -----------------------------------------------------------------------------------------------------
+
+
+class Apply(Message, frozen=True):
+    """From a client: change the running cluster to this topology file.
+
+    text    the whole file
+    source  its path: what it names is relative to it
+    Answered by Applying, or Refused with all its faults; `status` then tells how far the change is.
+    """
+
+    max_body_bytes: ClassVar[int] = 2 << 20
+
+    text: str
+    source: str = ""
+
+
+class Applying(Message, frozen=True):
+    """The change has begun: nodes load their shares of this epoch. 0: the file changes nothing."""
+
+    epoch: Count
 
 
 class StatusQuery(Message, frozen=True):
