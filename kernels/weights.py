@@ -81,6 +81,10 @@ class ExpertBank:
         self.handle.drop(expert_id)
         self._experts = {i: expert for i, expert in self._experts.items() if i != expert_id}
 
+    def get(self, expert_id: int) -> ExpertWeight | None:
+        """The resident expert of that id; it may be put into another bank as well."""
+        return self._experts.get(expert_id)
+
     def _check_id(self, expert_id: int) -> None:
         if not 0 <= expert_id < self.num_experts:
             raise IndexError(f"expert_id: found {expert_id}, expected 0 to {self.num_experts - 1}")

@@ -12,7 +12,13 @@ import psutil
 from edge_runtime.clock import Clock
 from edge_runtime.coordinator import redeploy
 from edge_runtime.coordinator import state as states
-from edge_runtime.coordinator.deploy import Plan, deploy_for, experts_without_host, plan_for, refuse_unchangeable
+from edge_runtime.coordinator.deploy import (
+    Plan,
+    deploy_for,
+    experts_without_host,
+    plan_for,
+    refuse_unchangeable,
+)
 from edge_runtime.coordinator.outbox import Outbox
 from edge_runtime.coordinator.route import HomeLoad, choose_home
 from edge_runtime.coordinator.status import status_body
@@ -60,6 +66,7 @@ from topology.placement import Placement
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+LATE_BEATS = 1.2  # of silence before it is tried whether a node's connection has ended
 RETRY_S = 1.0
 PROBE_S = 1.0  # how often a client that takes nothing is looked for
 MAX_BACKLOG = 1000  # messages taken before time is looked at
@@ -165,10 +172,12 @@ class CoordinatorDaemon:
             self._client_gone(client)
         for record in list(self._state.nodes.values()):
             silent_s = now - record.last_heard_s
-            if record.phase in ("ready", "suspect") and silent_s > self._cluster.heartbeat_s * 1.2:
-                # A beat is late: only an attempt to send tells a closed connection from a busy node.
-                if self._server.send(record.peer, HeartbeatReply(0)) is Sent.UNREACHABLE:
-                    self._apply(states.Unreachable(record.name))
+            is_late = (
+                record.phase in ("ready", "suspect") and silent_s > LATE_BEATS * self._cluster.heartbeat_s
+            )
+            # Only an attempt to send tells a connection that ended from a node that is busy.
+            if is_late and self._server.send(record.peer, HeartbeatReply(0)) is Sent.UNREACHABLE:
+                self._apply(states.Unreachable(record.name))
         if now >= self._probe_at_s:
             self._probe_at_s = now + PROBE_S
             for client in self._streams.stalled_clients():
@@ -233,7 +242,9 @@ class CoordinatorDaemon:
                 self._advance(redeploy.Loaded(name))
             case Deployed():
                 self._apply(states.ShareLoaded(name, message.epoch, message.weight_bytes))
-            case DeployFailed(epoch=epoch, reason=reason) if self._change is not None and epoch == self._change.epoch:
+            case DeployFailed(epoch=epoch, reason=reason) if (
+                self._change is not None and epoch == self._change.epoch
+            ):
                 self._advance(redeploy.CannotLoad(name, reason))
             case DeployFailed(reason=reason):
                 self._apply(states.LoadFailed(name, message.epoch, reason))
@@ -455,6 +466,7 @@ class CoordinatorDaemon:
             plan.placement,
             model_hash=self._identity.model_hash,
             public_keys={node: keys.of_peer(node).decode() for node in names} if keys else {},
+            counts_now=epoch == self._active,
         )
         if not self._server.send(record.peer, deploy):
             log.warning("%s cannot be reached; it will be sent its share when it greets again", name)
@@ -562,7 +574,11 @@ class CoordinatorDaemon:
         except TopologyError as error:
             log.warning("the placement cannot be mended: %s", error)
             return
-        why = f"{', '.join(idle)} came back" if idle else f"{unhosted} experts lost their host with {', '.join(lost)}"
+        why = (
+            f"{', '.join(idle)} came back"
+            if idle
+            else f"{unhosted} experts lost their host with {', '.join(lost)}"
+        )
         self._begin_change(Plan(self._cluster, placement), why)
 
     def _is_replacing(self) -> bool:

@@ -55,9 +55,11 @@ def deploy_for(
     *,
     model_hash: str,
     public_keys: dict[str, str],
+    counts_now: bool = True,
 ) -> Deploy:
     """The message that makes node `name` load its share of `placement`.
 
+    counts_now   the placement is the one being served already
     public_keys  node -> its CURVE key, for peers to check whom they call; empty without keys
     """
     plan = placement.plan_of(name)
@@ -81,6 +83,7 @@ def deploy_for(
             "planned_bytes": plan.planned_bytes,
         },
         model_hash=model_hash,
+        counts_now=counts_now,
     )
 
 

@@ -118,7 +118,9 @@ def _switching(change: Change, event: Event, now: float) -> tuple[Change | None,
     match event:
         case Switched(name) | Gone(name):
             change = msgspec.structs.replace(change, switched=change.switched | {name})
-        case Tick() if now > change.deadline_s:  # a home that hangs is the membership's to judge; the others go on
+        case Tick() if (
+            now > change.deadline_s
+        ):  # a home that hangs is the membership's to judge; the others go on
             change = msgspec.structs.replace(change, switched=change.homes)
     return _finish_if_switched(change, [])
 

@@ -296,8 +296,13 @@ def _change(state: ClusterState, event: Changed) -> tuple[ClusterState, list[Com
     for name in event.names:
         record = state.nodes.get(name, NodeRecord(name))
         if name in event.weight_bytes and record.phase in ("loading", "ready", "suspect"):
-            changes = {"phase": "ready", "weight_bytes": event.weight_bytes[name], "has_served": True, "fault": ""}
-            record = msgspec.structs.replace(record, **changes)  # type: ignore[arg-type]
+            changes = {
+                "phase": "ready",
+                "weight_bytes": event.weight_bytes[name],
+                "has_served": True,
+                "fault": "",
+            }
+            record = msgspec.structs.replace(record, **changes)
         nodes[name] = msgspec.structs.replace(record, is_coming=False)
     commands: list[Command] = [Note(f"epoch {event.epoch} counts from now on")]
     for name, record in state.nodes.items():

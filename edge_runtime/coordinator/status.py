@@ -18,8 +18,8 @@ def status_body(
     streams: Streams,
     *,
     coordinator: dict[str, Any],
-    change: str,
-    last_change: str,
+    change: str = "",
+    last_change: str = "",
     now: float,
 ) -> dict[str, Any]:
     """The body of a StatusReply; every value fits in JSON."""

@@ -11,15 +11,17 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from edge_runtime.clock import Clock
-from edge_runtime.engine.bill import bill_of
+from edge_runtime.engine.bill import Account, bill_of, joined_accounts
 from edge_runtime.engine.plan import Finished
 from edge_runtime.engine.request import FinishReason, Request
-from edge_runtime.engine.runner import Stage
+from edge_runtime.engine.runner import HostedExperts, Runner, Stage
 from edge_runtime.engine.scheduler import Scheduler
 from edge_runtime.errors import EdgeError, UserError
 from edge_runtime.model.sampling import Sampler, TokenLogprobs
 
 log = logging.getLogger(__name__)
+
+HELD_S = 0.02  # how long a step that lacks experts waits before it is tried again
 
 
 class Output(NamedTuple):
@@ -68,6 +70,8 @@ class Engine:
         self.sampler = sampler
         self.clock = clock
         self.tokens_generated = 0
+        self.is_held = False
+        self._carried: dict[str, list[Account]] = {}  # of running requests, from before a change of placement
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError when it could never fit."""
@@ -92,6 +96,12 @@ class Engine:
         if plan is None:
             return []
         result = self.runner.run(plan)
+        self.is_held = result.waits
+        if (
+            result.waits
+        ):  # experts have no host, and another placement is on its way: the same step is tried again
+            self.scheduler.abandon(plan)
+            return []
         times.steps += 1
         times.rows_computed += plan.num_rows
 
@@ -133,11 +143,56 @@ class Engine:
         times.plan += now() - sampled_at
         return outputs
 
+    def switch_port(self, runner: Runner, port: HostedExperts) -> None:
+        """Let another placement serve this engine's `runner` from the next step on."""
+        self._carry_accounts_of(self)
+        runner.switch_port(port)
+
+    def take_over(self, other: "Engine") -> list[Output]:
+        """Go on with everything that another engine of the same model has waiting or running.
+
+        What it computed is computed again here: prompt and tokens so far are prefilled. The outputs are of requests
+        that cannot go on here.
+        """
+        self._carry_accounts_of(other)
+        self.tokens_generated += other.tokens_generated
+        outputs = []
+        for old in other.scheduler.requests():
+            request = Request(
+                old.request_id,
+                old.prompt_ids,
+                old.params,
+                old.arrival_s,
+                salt=old.salt,
+                exactness=old.exactness,
+                output_ids=old.output_ids,
+            )
+            request.first_planned_s, request.first_token_s = old.first_planned_s, old.first_token_s
+            try:
+                self.submit(request)
+            except EdgeError as error:
+                self._carried.pop(request.request_id, None)
+                outputs.append(
+                    Output(request.request_id, None, None, _refused(request, error, self.clock.now()))
+                )
+        return outputs
+
+    def _carry_accounts_of(self, other: "Engine") -> None:
+        for request in other.scheduler.requests():
+            carried = self._carried.setdefault(request.request_id, other._carried.pop(request.request_id, []))
+            carried.append(other.runner.take_account(request.request_id))
+
     def _ended(self, finished: Finished, token_id: int | None, logprobs: TokenLogprobs | None) -> Output:
         request = finished.request
-        bill, slots = bill_of(self.runner.take_account(request.request_id))
+        account = self.runner.take_account(request.request_id)
+        carried = self._carried.pop(request.request_id, None)
+        bill, slots = bill_of(joined_accounts([account, *carried]) if carried else account)
         ended = Ended(request, finished.reason, finished.error, self.clock.now(), bill=bill, slots=slots)
         return Output(request.request_id, token_id, logprobs, ended)
+
+
+def _refused(request: Request, error: EdgeError, now: float) -> Ended:
+    return Ended(request, "error", str(error), now, isinstance(error, UserError))
 
 
 class EngineThread(threading.Thread):
@@ -164,7 +219,7 @@ class EngineThread(threading.Thread):
             try:
                 engine.submit(request)
             except EdgeError as error:
-                ended = Ended(request, "error", str(error), engine.clock.now(), isinstance(error, UserError))
+                ended = _refused(request, error, engine.clock.now())
                 return [Output(request.request_id, None, None, ended)]
             return []
 
@@ -188,6 +243,15 @@ class EngineThread(threading.Thread):
 
         self._inbox.put(run)
 
+    def switch(self, action: Callable[[Engine], tuple[Engine, list[Output]]]) -> None:
+        """Let `action` say, between two steps, which engine takes the next one, and what it ended on the way."""
+
+        def switch(engine: Engine) -> list[Output]:
+            self.engine, outputs = action(engine)
+            return outputs
+
+        self._inbox.put(switch)
+
     def stop(self) -> None:
         """End the loop after the step in hand. Join to wait for it."""
         self._inbox.put(None)
@@ -207,7 +271,11 @@ class EngineThread(threading.Thread):
         """Carry out what waits in the inbox; sleeps in it while the engine has nothing to do. False: stop."""
         while True:
             try:
-                order = self._inbox.get(block=self.engine.is_idle)
+                if self.engine.is_held:
+                    order = self._inbox.get(timeout=HELD_S)
+                    self.engine.is_held = False
+                else:
+                    order = self._inbox.get(block=self.engine.is_idle)
             except queue.Empty:
                 return True
             if order is None:

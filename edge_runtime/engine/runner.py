@@ -32,6 +32,9 @@ class HostedExperts(ExpertPort, Protocol):
     def begin_step(self) -> None:
         """Called before the first layer of a step."""
 
+    def may_be_replaced(self) -> bool:
+        """Whether what is missing now may have a host soon: the step is better tried again than failed."""
+
 
 @dataclass
 class StepTimes:
@@ -53,6 +56,7 @@ class StepResult(NamedTuple):
     logits: Tensor | None  # [samples, V] float32, in slice order of those that sample; None if there are none
     hidden: Tensor | None  # [T, D] float32 for the stage after this one; None after the last layer
     failed: dict[str, str]  # request id -> why, for requests whose experts did not come
+    waits: bool = False  # experts did not come but may soon have another host: the step did not happen, nothing is booked
 
 
 class Stage(Protocol):
@@ -160,6 +164,8 @@ class Runner:
                 requests = rows.row_request[missing.slots // num_slots]
                 for index in torch.unique(requests).tolist():
                     failed.setdefault(index, missing.why)
+        if failed and self.port.may_be_replaced():
+            return StepResult(None, None, {}, waits=True)
         self._served.add_local_layers(local_layers, num_slots)
         self._served.end_step([piece.request.request_id for piece in plan.slices])
 
@@ -169,6 +175,12 @@ class Runner:
         times.head += now() - began
         why_of = {plan.slices[index].request.request_id: why for index, why in failed.items()}
         return StepResult(logits, None if is_last else hidden, why_of)
+
+    def switch_port(self, port: HostedExperts) -> None:
+        """Let another placement serve from the next step on. Open accounts must have been taken before."""
+        assert not len(self._served), "an account is open, and its hosts are those of the old placement"
+        self.port = port
+        self._served = ServedWeight(len(port.host_names))
 
     def take_account(self, request_id: str) -> Account:
         """See Stage."""
@@ -206,7 +218,9 @@ class StagedRunner:
         logits: Tensor | None = None
         failed: dict[str, str] = {}
         for stage in self._stages:
-            logits, hidden, why_of = stage.run(plan, hidden)
+            logits, hidden, why_of, waits = stage.run(plan, hidden)
+            if waits:
+                return StepResult(None, None, {}, waits=True)
             failed = why_of | failed
         return StepResult(logits, hidden, failed)
 

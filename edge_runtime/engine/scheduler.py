@@ -152,6 +152,10 @@ class Scheduler:
         """The request, if it is waiting or running."""
         return self._requests.get(request_id)
 
+    def requests(self) -> list[Request]:
+        """Everything that waits or runs, oldest first."""
+        return sorted(self._requests.values(), key=_age)
+
     # Requests come and go.
 
     def add(self, request: Request) -> None:

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from edge_runtime.clock import Clock
-from edge_runtime.engine.engine import EngineThread, Output
+from edge_runtime.engine.engine import Engine, EngineThread, Output
 from edge_runtime.errors import ProtocolError, RequestError
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.tokenizer import Tokenizer
@@ -23,9 +23,11 @@ from edge_runtime.node.answers import AnswerStream
 from edge_runtime.node.expert_service import ExpertService, Residents
 from edge_runtime.node.report import node_report
 from edge_runtime.node.requests import HomeRequest, make_request
-from edge_runtime.node.share import LoadedShare, ShareLoader, load_share, share_digest
+from edge_runtime.node.share import LoadedShare, ShareLoader, load_share, num_experts, share_digest
 from edge_runtime.protocol import (
     Abort,
+    Activate,
+    Activated,
     Deploy,
     Deployed,
     DeployFailed,
@@ -39,6 +41,7 @@ from edge_runtime.protocol import (
     Message,
     PeersChanged,
     Refused,
+    Release,
     Stop,
     Stopping,
     Welcome,
@@ -83,7 +86,9 @@ class NodeDaemon:
         self._server = Server(node.address, keys=keys)
         self._service = ExpertService(self._server, self._identity, clock, self._wake_up)
         self._coordinator = Channel(cluster.coordinator, name="coordinator", keys=keys)
-        self._share: LoadedShare | None = None
+        self._shares: dict[int, LoadedShare] = {}  # by epoch; two while the cluster changes its placement
+        self._active = 0  # the epoch whose share the engine steps by
+        self._next_deploy: Deploy | None = None
         self._loader: ShareLoader | None = None
         self._engine: EngineThread | None = None
         self._requests: dict[str, HomeRequest] = {}
@@ -96,6 +101,10 @@ class NodeDaemon:
         self._beat_at_s = 0.0
         self._beats = 0
         self._heard_s = clock.now()
+
+    @property
+    def _share(self) -> LoadedShare | None:
+        return self._shares.get(self._active)
 
     @property
     def address(self) -> str:
@@ -215,6 +224,10 @@ class NodeDaemon:
                 pass
             case Deploy():
                 self._deploy(message)
+            case Activate(epoch=epoch):
+                self._activate(epoch, then=lambda: self._send(Activated(epoch)))
+            case Release(epoch=epoch):
+                self._release(epoch)
             case PeersChanged():
                 self._peers_changed(message)
             case Generate():
@@ -227,16 +240,19 @@ class NodeDaemon:
             case _:
                 log.warning("the coordinator sent %s, which a node does not take", type(message).__name__)
 
-    # The share.
+    # The shares.
 
     def _deploy(self, deploy: Deploy) -> None:
-        if self._share is not None and self._share.digest == share_digest(deploy):
-            self._send(Deployed(deploy.epoch, self._share.weight_bytes))
-            return
-        if self._loader is not None:
-            log.info("epoch %d is already being loaded", self._loader.epoch)
-            return
-        self._drop_share("took another share")
+        held = self._shares.get(deploy.epoch)
+        if held is not None and held.digest == share_digest(deploy):
+            self._take_share(held, deploy.counts_now)
+        elif self._loader is not None:
+            self._next_deploy = deploy  # the newest wins: the coordinator asks for nothing it does not want
+        else:
+            self._load(deploy)
+
+    def _load(self, deploy: Deploy) -> None:
+        held = self._shares.get(self._active)
         load = lambda: load_share(  # noqa: E731
             deploy,
             self._checkpoint,
@@ -247,9 +263,10 @@ class NodeDaemon:
             progress=lambda done, total, what: self._post(
                 lambda: self._progress(deploy.epoch, done, total, what)
             ),
+            held=held,
         )
         self._loader = ShareLoader(
-            load, deploy.epoch, lambda loader: self._post(lambda: self._loaded(loader))
+            load, deploy.epoch, lambda loader: self._post(lambda: self._loaded(loader, deploy.counts_now))
         )
         self._loader.start()
 
@@ -259,7 +276,7 @@ class NodeDaemon:
             self._progress_at_s = now + WAIT_S
             self._send(DeployProgress(epoch, done, total, what))
 
-    def _loaded(self, loader: ShareLoader) -> None:
+    def _loaded(self, loader: ShareLoader, counts_now: bool) -> None:
         self._loader = None
         loader.join()
         if loader.crash is not None:
@@ -267,16 +284,19 @@ class NodeDaemon:
         if loader.share is None:
             log.error("epoch %d not loaded: %s", loader.epoch, loader.fault)
             self._send(DeployFailed(loader.epoch, loader.fault))
-            return
-        share = self._share = loader.share
-        spec = self._checkpoint.spec
-        num_experts = max((layer.gate.num_experts for layer in spec.layers if layer.gate), default=0)
-        self._service.residents = Residents(share.epoch, share.store, spec.width, num_experts)
-        if share.engine is not None:
-            self._engine = EngineThread(
-                share.engine, lambda outputs: self._post(lambda: self._take_outputs(outputs)), self._wake_up
-            )
-            self._engine.start()
+        else:
+            self._take_share(loader.share, counts_now)
+        if self._next_deploy is not None:
+            deploy, self._next_deploy = self._next_deploy, None
+            self._deploy(deploy)
+
+    def _take_share(self, share: LoadedShare, counts_now: bool) -> None:
+        """Answer for a share's experts beside those of other placements; serve by it at once if it counts already."""
+        old = self._shares.get(share.epoch)
+        if old is not None and old is not share:
+            self._release(share.epoch)
+        self._shares[share.epoch] = share
+        self._publish()
         rss = psutil.Process().memory_info().rss
         log.info(
             "epoch %d: %d experts, %.1f MB of weights, %.0f MB resident, %.0f MB planned",
@@ -286,15 +306,55 @@ class NodeDaemon:
             rss / 1e6,
             share.planned_bytes / 1e6,
         )
+        if counts_now:
+            self._activate(share.epoch, then=lambda: self._release_all_but(share.epoch))
         self._send(Deployed(share.epoch, share.weight_bytes, rss))
 
-    def _drop_share(self, why: str) -> None:
-        """End what runs and free the share, before another is loaded."""
-        self._service.residents = Residents(0, None, 0, 0)
-        self._stop_engine(why)
-        if self._share is not None:
-            self._share.close()
-            self._share = None
+    def _publish(self) -> None:
+        spec = self._checkpoint.spec
+        self._service.residents = {
+            epoch: Residents(epoch, share.store, spec.width, num_experts(spec))
+            for epoch, share in sorted(self._shares.items())
+        }
+
+    def _activate(self, epoch: int, then: Callable[[], None]) -> None:
+        """Let the engine take its next step by this placement; `then` runs here when it has begun to."""
+        share = self._shares.get(epoch)
+        self._active = epoch
+        if share is None or share.engine is None:
+            self._stop_engine("answers no more requests")
+            then()
+        elif self._engine is None:
+            self._engine = EngineThread(
+                share.engine, lambda outputs: self._post(lambda: self._take_outputs(outputs)), self._wake_up
+            )
+            self._engine.start()
+            then()
+        else:
+
+            def switch(running: Engine) -> tuple[Engine, list[Output]]:
+                if (
+                    running is share.engine
+                    and share.runner is not None
+                    and share.runner.port is share.experts
+                ):
+                    return running, []  # it does so already
+                engine, outputs = share.switch_to(running)
+                return engine, outputs
+
+            self._engine.switch(switch)
+            self._engine.call(lambda engine: self._post(then))
+
+    def _release(self, epoch: int) -> None:
+        share = self._shares.pop(epoch, None)
+        self._publish()
+        if share is not None:
+            share.close()
+            log.info("epoch %d released", epoch)
+
+    def _release_all_but(self, kept: int) -> None:
+        for epoch in [epoch for epoch in self._shares if epoch != kept]:
+            self._release(epoch)
 
     def _stop_engine(self, why: str) -> None:
         if self._engine is not None:
@@ -307,11 +367,13 @@ class NodeDaemon:
         self._requests.clear()
 
     def _peers_changed(self, message: PeersChanged) -> None:
-        if self._share is None or self._share.experts is None or self._engine is None:
+        share = self._shares.get(message.epoch)
+        if share is None or share.experts is None or self._engine is None:
             return
-        experts = self._share.experts
-        experts.alive = frozenset(message.alive)
-        self._engine.call(lambda engine: experts.greet_all(GREET_AGAIN_S))
+        share.experts.peers_changed(message.alive, message.replacing)
+        if message.epoch == self._active:
+            experts = share.experts
+            self._engine.call(lambda engine: experts.greet_all(GREET_AGAIN_S))
 
     # Requests.
 
@@ -364,14 +426,14 @@ class NodeDaemon:
                     del self._requests[output.request_id]
 
     def _shut_down(self, why: str) -> None:
-        self._service.residents = Residents(0, None, 0, 0)
+        self._service.residents = {}
         self._stop_engine(why)
         if self._greeted:
             self._send(Stopping(why.rstrip(",")))
         self._service.stop()
         self._service.join(2.0)
-        if self._share is not None:
-            self._share.close()
+        for share in self._shares.values():
+            share.close()
         self._clock.sleep(0.05)  # let the last messages leave: linger is 0
         self._coordinator.close()
         self._server.close()

@@ -145,9 +145,7 @@ class ExpertService(threading.Thread):
         if peer not in self._greeted:
             raise Refusal("handshake", f"{node} takes calls only after a Hello on the same connection", 0.0)
         if residents is None:
-            raise Refusal(
-                "epoch", f"{node} serves epoch {self.epoch}, the call is for epoch {epoch}", 0.5
-            )
+            raise Refusal("epoch", f"{node} serves epoch {self.epoch}, the call is for epoch {epoch}", 0.5)
         if rows.shape[1] != residents.width:
             raise Refusal("shape", f"{node} expects rows of width {residents.width}, found {rows.shape[1]}")
         num_pairs = len(pair_rows)

@@ -7,7 +7,7 @@ never changes a token. Knows no request and no token.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,10 @@ from topology.ids import ExpertId
 
 log = logging.getLogger(__name__)
 
+UNKNOWN_S = (
+    8.0  # how long the coordinator is given to say whether a lost peer's experts will have another host
+)
+REPLACING_S = 60.0  # and how long those are waited for
 LOOK_S = 0.05  # how often links are looked at between steps: a killed peer is noticed in a call anyway
 GREET_PATIENCE_S = 5.0  # how long a step waits for a peer that is said to be alive but was never reached
 
@@ -56,7 +60,7 @@ class PlacedExperts:
     """An ExpertPort over a whole placement. Used by one thread, but for `alive`.
 
     host_names  index 0 is this node, then its peers
-    alive       names of the peers that the coordinator says serve; any thread may replace it
+    alive       names of the peers that the coordinator says serve
     """
 
     def __init__(
@@ -74,6 +78,9 @@ class PlacedExperts:
     ) -> None:
         self.host_names = [node, *(link.name for link in links)]
         self.alive: frozenset[str] = frozenset(self.host_names)
+        self._lost_s: float | None = None  # when a peer was last lost
+        self._told_s: float | None = None  # when the coordinator last said who is alive, and ...
+        self._replacing = False  # ... that another placement is on its way
         self.traffic = {link.name: PeerTraffic() for link in links}
         self.times = ExpertTimes()
         self._store = store
@@ -99,6 +106,22 @@ class PlacedExperts:
     def served_by(self) -> np.ndarray | None:
         """[T, K] int32 host of every slot of the layer just run, -1 nobody; None if this node served them all."""
         return self._served_by
+
+    def peers_changed(self, alive: Collection[str], replacing: bool) -> None:
+        """The coordinator's word on who serves, and whether what is missing will have another host. From any thread."""
+        self.alive = frozenset(alive)
+        self._replacing = replacing
+        self._told_s = self._clock.now()
+
+    def may_be_replaced(self) -> bool:
+        """See HostedExperts. True until the coordinator has said otherwise of a peer that was just lost."""
+        if self._lost_s is None:
+            return False
+        now = self._clock.now()
+        gone = [link.name for link in self._links if not link.usable and link.was_usable]
+        if self._told_s is None or any(name in self.alive for name in gone):  # it has not noticed yet
+            return now - self._lost_s < UNKNOWN_S
+        return self._replacing and now - self._lost_s < REPLACING_S
 
     def greet_all(self, patience_s: float) -> None:
         """Wait until every living peer is usable, `patience_s` at most. For a start-up without a failed first step."""
@@ -248,6 +271,7 @@ class PlacedExperts:
             fault = str(outcome)
         traffic.failures += 1
         link.lose(fault)
+        self._lost_s = self._clock.now()
         return False
 
     def _fault_of(self, envelope: Envelope, peer: str, num_slots: int, width: int) -> str | None:
@@ -262,8 +286,10 @@ class PlacedExperts:
         return None
 
     def _look(self) -> None:
-        changed = [link.look() for link in self._links]
-        if any(changed):
+        changed = [link for link in self._links if link.look()]
+        if any(not link.usable for link in changed):
+            self._lost_s = self._clock.now()
+        if changed:
             self._choose()
 
     def _choose(self) -> None:

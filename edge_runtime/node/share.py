@@ -14,24 +14,28 @@ import psutil
 from edge_runtime.cache.block_pool import BlockPool
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.clock import Clock
-from edge_runtime.engine.engine import Engine
+from edge_runtime.engine.engine import Engine, Output
 from edge_runtime.engine.request_table import RequestTable
 from edge_runtime.engine.runner import Runner
 from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
 from edge_runtime.errors import EdgeError, Refusal
-from edge_runtime.model.build import load_experts, load_trunk, trunk_names
+from edge_runtime.model.build import add_experts, empty_store, load_trunk, trunk_names
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.decoder import Decoder
+from edge_runtime.model.layers import Trunk
 from edge_runtime.model.moe import ExpertStore
 from edge_runtime.model.sampling import Sampler
+from edge_runtime.model.spec import ModelSpec
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.peer_link import PeerLink
 from edge_runtime.node.remote import PlacedExperts
-from edge_runtime.protocol import Deploy, Hello
+from edge_runtime.protocol import Deploy, Hello, Share
 from edge_runtime.transport.keys import Keys
 from topology.ids import ExpertId
 
 Progress = Callable[[int, int, str], None]
+
+GREET_S = 1.0  # how long a change of placement waits for its peers before the first step
 
 
 class ShareSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,15 +57,38 @@ class ShareSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass
 class LoadedShare:
-    """A node's share in memory. `engine` is None on a node without trunk."""
+    """A node's share in memory.
+
+    engine, runner, experts, trunk  None on a node without trunk
+    Shares of two placements hold what they have in common once. Where a change leaves the engine as it is, both have
+    the same engine, and only `experts` differs: see `switch_to`.
+    """
 
     epoch: int
     digest: str
+    settings: ShareSettings
     store: ExpertStore
-    engine: Engine | None
-    experts: PlacedExperts | None
     weight_bytes: int
-    planned_bytes: int
+    engine: Engine | None = None
+    runner: Runner | None = None
+    experts: PlacedExperts | None = None
+    trunk: Trunk | None = None
+
+    @property
+    def planned_bytes(self) -> int:
+        return self.settings.planned_bytes
+
+    def switch_to(self, running: Engine) -> tuple[Engine, list[Output]]:
+        """Take the next steps over from `running`, which serves another placement. On the engine's own thread.
+
+        Returns the engine to go on with and what could not go on.
+        """
+        assert self.engine is not None and self.runner is not None and self.experts is not None
+        self.experts.greet_all(GREET_S)
+        if self.engine is running:
+            running.switch_port(self.runner, self.experts)
+            return running, []
+        return self.engine, self.engine.take_over(running)
 
     def close(self) -> None:
         if self.experts is not None:
@@ -92,8 +119,12 @@ def load_share(
     keys: Keys | None,
     clock: Clock,
     progress: Progress,
+    held: LoadedShare | None = None,
 ) -> LoadedShare:
-    """Read the share's tensors and build what runs them. Refused before anything is allocated if it cannot fit."""
+    """Read the share's tensors and build what runs them. Refused before anything is allocated if it cannot fit.
+
+    held  the share that is being served: what both have is not read again
+    """
     try:
         settings = msgspec.convert(deploy.settings, ShareSettings)
     except msgspec.ValidationError as error:
@@ -103,65 +134,113 @@ def load_share(
     has_trunk = share.last_layer > share.first_layer
     _refuse_if_too_large(settings.planned_bytes, node)
 
-    expert_names = checkpoint.expert_names(wanted)
-    names = trunk_names(checkpoint, spec, share.first_layer, share.last_layer) if has_trunk else []
-    expert_bytes, trunk_bytes = (sum(map(checkpoint.stored_bytes, part)) for part in (expert_names, names))
-    total = expert_bytes + trunk_bytes
+    store = empty_store(spec)
+    if held is not None and held.settings.weight_format == settings.weight_format:
+        _share_experts(held.store, store, wanted)
+    missing = [expert for expert in wanted if expert not in store]
+    trunk = held.trunk if held is not None and _has_same_trunk(held, deploy, settings) else None
+    names = (
+        trunk_names(checkpoint, spec, share.first_layer, share.last_layer)
+        if has_trunk and trunk is None
+        else []
+    )
+    expert_bytes = sum(map(checkpoint.stored_bytes, checkpoint.expert_names(missing)))
+    total = expert_bytes + sum(map(checkpoint.stored_bytes, names))
 
-    store = load_experts(
+    add_experts(
+        store,
         checkpoint,
-        spec,
-        wanted,
+        missing,
         weight_format=settings.weight_format,
         progress=lambda done, _, what: progress(done, total, what),
     )
     digest = share_digest(deploy)
     if not has_trunk:
-        return LoadedShare(deploy.epoch, digest, store, None, None, store.nbytes, settings.planned_bytes)
+        return LoadedShare(deploy.epoch, digest, settings, store, store.nbytes)
 
-    trunk = load_trunk(
-        checkpoint,
-        spec,
-        share.first_layer,
-        share.last_layer,
-        context_tokens=settings.context_tokens,
-        progress=lambda done, _, what: progress(expert_bytes + done, total, what),
-    )
-    pages = KVPages(share.kv_blocks, spec.kv_shapes(share.first_layer, share.last_layer))
-    peers = [peer for peer in deploy.peers if peer.name != node]
-    hosting = {name for names in hosts_of(deploy).values() for name in names}
+    if trunk is None:
+        trunk = load_trunk(
+            checkpoint,
+            spec,
+            share.first_layer,
+            share.last_layer,
+            context_tokens=settings.context_tokens,
+            progress=lambda done, _, what: progress(expert_bytes + done, total, what),
+        )
+    hosts = hosts_of(deploy)
+    hosting = {name for names in hosts.values() for name in names} - {node}
     experts = PlacedExperts(
         node=node,
         store=store,
-        hosts=hosts_of(deploy),
-        links=[PeerLink(peer, identity, deploy.epoch, keys, clock) for peer in peers if peer.name in hosting],
+        hosts=hosts,
+        links=[
+            PeerLink(peer, identity, deploy.epoch, keys, clock)
+            for peer in deploy.peers
+            if peer.name in hosting
+        ],
         num_layers=spec.num_layers,
-        num_experts=max((layer.gate.num_experts for layer in spec.layers if layer.gate), default=0),
+        num_experts=num_experts(spec),
         epoch=deploy.epoch,
         deadline_s=settings.call_deadline_s,
         clock=clock,
     )
-    scheduler = Scheduler(
-        SchedulerSettings(
-            vocab_size=spec.vocab_size,
-            context_tokens=settings.context_tokens,
-            eos_ids=tuple(sorted(tokenizer.eos_token_ids)) if tokenizer else (),
-            max_rows=settings.max_batch_rows,
-            max_running=settings.max_requests,
-        ),
-        BlockPool(share.kv_blocks),
-        model_hash=checkpoint.model_hash,
-        tokenizer_hash=tokenizer.content_hash if tokenizer else "",
-    )
-    runner = Runner(
-        decoder=Decoder(spec, trunk, pages, max_rows=settings.max_batch_rows),
-        port=experts,
-        table=RequestTable(settings.max_requests, settings.context_tokens),
-        clock=clock,
-    )
-    engine = Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
+    if held is not None and trunk is held.trunk and held.engine is not None and _fits(held, share, settings):
+        engine, runner = held.engine, held.runner
+    else:
+        eos_ids = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer else ()
+        scheduler = Scheduler(
+            SchedulerSettings(
+                vocab_size=spec.vocab_size,
+                context_tokens=settings.context_tokens,
+                eos_ids=eos_ids,
+                max_rows=settings.max_batch_rows,
+                max_running=settings.max_requests,
+            ),
+            BlockPool(share.kv_blocks),
+            model_hash=checkpoint.model_hash,
+            tokenizer_hash=tokenizer.content_hash if tokenizer else "",
+        )
+        pages = KVPages(share.kv_blocks, spec.kv_shapes(share.first_layer, share.last_layer))
+        runner = Runner(
+            decoder=Decoder(spec, trunk, pages, max_rows=settings.max_batch_rows),
+            port=experts,
+            table=RequestTable(settings.max_requests, settings.context_tokens),
+            clock=clock,
+        )
+        engine = Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
     weight_bytes = store.nbytes + trunk.nbytes
-    return LoadedShare(deploy.epoch, digest, store, engine, experts, weight_bytes, settings.planned_bytes)
+    return LoadedShare(deploy.epoch, digest, settings, store, weight_bytes, engine, runner, experts, trunk)
+
+
+def num_experts(spec: ModelSpec) -> int:
+    """Routed experts of a layer; 0 in a model without."""
+    return max((layer.gate.num_experts for layer in spec.layers if layer.gate), default=0)
+
+
+def _share_experts(held: ExpertStore, store: ExpertStore, wanted: Sequence[ExpertId]) -> None:
+    """Put what `held` has of `wanted` into `store` too; the weights are in memory once."""
+    for expert in wanted:
+        bank = held.bank(expert.layer)
+        weight = bank.get(expert.index) if bank is not None else None
+        if weight is not None:
+            store.add(expert, weight)
+
+
+def _has_same_trunk(held: LoadedShare, deploy: Deploy, settings: ShareSettings) -> bool:
+    trunk, share = held.trunk, deploy.share
+    return (
+        trunk is not None
+        and (trunk.first_layer, trunk.last_layer) == (share.first_layer, share.last_layer)
+        and held.settings.context_tokens == settings.context_tokens
+    )
+
+
+def _fits(held: LoadedShare, share: Share, settings: ShareSettings) -> bool:
+    """Whether the engine of `held` is the one this share wants: KV and limits are the same."""
+    assert held.engine is not None
+    return held.engine.scheduler.pool.num_blocks == share.kv_blocks and all(
+        getattr(held.settings, name) == getattr(settings, name) for name in ("max_batch_rows", "max_requests")
+    )
 
 
 def _refuse_if_too_large(planned_bytes: int, node: str) -> None:

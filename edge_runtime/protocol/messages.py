@@ -172,6 +172,7 @@ class Deploy(Message, frozen=True):
     """Load this share, then answer Deployed or DeployFailed; DeployProgress meanwhile.
 
     epoch     of the placement to load
+    counts_now  it is the one being served; otherwise Activate says when it is
     hosts     by layer, by expert: indices into `peers` of the nodes that hold it; a dense layer is an empty list
     settings  the engine's plain settings by name; the receiver checks them
     """
@@ -184,6 +185,7 @@ class Deploy(Message, frozen=True):
     peers: list[PeerAddress] = []
     settings: dict[str, Scalar] = {}
     model_hash: Name = ""
+    counts_now: bool = True
 
 
 class DeployProgress(Message, frozen=True):

@@ -78,6 +78,9 @@ class Lacking:
         self._steps += 1
         self._port.begin_step()
 
+    def may_be_replaced(self) -> bool:
+        return False
+
     def served_by(self) -> object:
         return self._port.served_by()
 
