@@ -480,7 +480,9 @@ class CoordinatorDaemon:
         try:
             wanted = read_cluster_text(message.text, Path(message.source))
             refuse_unchangeable(self._cluster, wanted)
-            placement = plan_for(wanted, self._footprint, wanted.node_names, self._newest() + 1)
+            placement = plan_for(
+                wanted, self._footprint, wanted.node_names, self._placement, self._newest() + 1
+            )
         except TopologyError as error:
             return Refused("topology", str(error))
         if wanted == self._cluster and placement.nodes == self._placement.nodes:
@@ -570,7 +572,7 @@ class CoordinatorDaemon:
             return
         self._try_change_at_s = now + RETRY_CHANGE_S
         try:
-            placement = plan_for(self._cluster, self._footprint, present, self._newest() + 1)
+            placement = plan_for(self._cluster, self._footprint, present, self._placement, self._newest() + 1)
         except TopologyError as error:
             log.warning("the placement cannot be mended: %s", error)
             return

@@ -30,10 +30,15 @@ class Plan(NamedTuple):
         return [share.node for share in self.placement.nodes if share.last_layer > share.first_layer]
 
 
-def plan_for(cluster: Cluster, footprint: ModelFootprint, present: Collection[str], epoch: int) -> Placement:
-    """Place the model on the nodes of the file that are present. Raises PlacementError if they cannot hold it."""
+def plan_for(
+    cluster: Cluster, footprint: ModelFootprint, present: Collection[str], previous: Placement, epoch: int
+) -> Placement:
+    """Place the model on the nodes of the file that are present, moving as little as may be.
+
+    Raises PlacementError if they cannot hold it.
+    """
     nodes = tuple(node for node in cluster.nodes if node.name in present)
-    return plan_placement(replace(cluster, nodes=nodes), footprint, epoch=epoch)
+    return plan_placement(replace(cluster, nodes=nodes), footprint, epoch=epoch, previous=previous)
 
 
 def refuse_unchangeable(running: Cluster, wanted: Cluster) -> None:

@@ -370,10 +370,14 @@ class NodeDaemon:
         share = self._shares.get(message.epoch)
         if share is None or share.experts is None or self._engine is None:
             return
-        share.experts.peers_changed(message.alive, message.replacing)
-        if message.epoch == self._active:
-            experts = share.experts
-            self._engine.call(lambda engine: experts.greet_all(GREET_AGAIN_S))
+        experts, serves_now = share.experts, message.epoch == self._active
+
+        def tell(engine: Engine) -> None:
+            experts.peers_changed(message.alive, message.replacing)
+            if serves_now:
+                experts.greet_all(GREET_AGAIN_S)
+
+        self._engine.call(tell)
 
     # Requests.
 

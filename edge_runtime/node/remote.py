@@ -108,7 +108,11 @@ class PlacedExperts:
         return self._served_by
 
     def peers_changed(self, alive: Collection[str], replacing: bool) -> None:
-        """The coordinator's word on who serves, and whether what is missing will have another host. From any thread."""
+        """The coordinator's word on who serves, and whether what is missing will have another host."""
+        came = frozenset(alive) - self.alive
+        for link in self._links:
+            if link.name in came and not link.usable:
+                link.was_usable = False  # another process than the one that was lost: worth waiting for
         self.alive = frozenset(alive)
         self._replacing = replacing
         self._told_s = self._clock.now()

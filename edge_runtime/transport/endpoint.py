@@ -273,7 +273,7 @@ class Channel(AnyChannel):
         self._host, self._port = split_address(address)
         require_keys_for(address, keys)
         self._keys = keys
-        self._given_key = server_key
+        self._given_key = server_key.encode() if isinstance(server_key, str) else server_key
         self._server_key: bytes | str | None = None
         self._high_water = high_water
         self._max_frame_bytes = max_frame_bytes
