@@ -14,8 +14,8 @@ from topology.node_plan import GroupPlan, NodePlan, Placement
 from topology.speeds import BYTE_BITS, LinkSpeed, Machines, NodeSpeed, machines_of
 from topology.step_time import PlacementClock
 from topology.units import (
-    format_bytes,
     format_byte_rate,
+    format_bytes,
     format_bytes_rounded,
     format_duration,
     format_flops,
@@ -137,7 +137,7 @@ def diff_clusters(
     """
     machines = machines_of(new, speeds, links)
     migration = plan_migration(old_placement, new_placement, footprint)
-    trunk_bytes = {name: 0 for name in new.node_names}
+    trunk_bytes = dict.fromkeys(new.node_names, 0)
     for one in migration.rounds:
         if one.switches_trunks:
             for name, size in one.load_bytes.items():

@@ -16,6 +16,7 @@ from topology.cluster import DECODE, EXPERTS, Cluster, Node
 from topology.costs import ModelFootprint
 from topology.node_plan import GroupPlan, Stage
 from topology.speeds import Machines
+from topology.spread import fill_up
 from topology.step_time import (
     WIRE_ITEM_BYTES,
     ExpertShares,
@@ -28,6 +29,7 @@ from topology.step_time import (
 from topology.workload import Workload
 
 Floats = NDArray[np.float64]
+FEW_COPIES = 1.5  # copies of an expert up to which most of them lie in one place only
 FRACTIONS = 16  # into how many steps the local share of a stage's experts is cut for `stage_costs`
 
 
@@ -170,19 +172,28 @@ class Estimate:
     def _split(
         self, layers: Sequence[int], share: float, helpers: Sequence[tuple[str, float]]
     ) -> ExpertShares:
+        """Own share, and the rest at the helpers: where it lies once, as a layout would spread it; where there are copies
+        to choose from, at as few of them as can be."""
         K, E = self.footprint.top_k, self.footprint.experts_per_layer
-        columns, names, left = [share], [], 1.0 - share
-        for name, room in helpers:
-            if left <= 1e-9:
-                break
-            columns.append(min(left, room))
-            names.append(name)
-            left -= columns[-1]
-        if left > 1e-9 and names:  # somebody has to hold it: KV will shrink for it
-            scale = (1.0 - share) / (1.0 - share - left)
-            columns[1:] = [column * scale for column in columns[1:]]
-        parts = np.tile(np.array(columns), (len(layers), 1))
-        return ExpertShares(tuple(names), K * parts, E * parts)
+        rest, names = 1.0 - share, [name for name, _ in helpers]
+        if rest <= 1e-9 or not helpers:
+            columns, names = [1.0], []
+        elif self.cluster.memory_ratio < FEW_COPIES:
+            speeds = [self.machines.speed(name).memory_bytes_per_s for name in names]
+            fastest = max(speeds)
+            parts = fill_up([room for _, room in helpers], [speed / fastest for speed in speeds], rest)
+            columns = [share, *parts]
+        else:
+            columns, left = [share], rest
+            for _, room in helpers:
+                columns.append(min(left, room))
+                left -= columns[-1]
+        held = sum(columns[1:])
+        if 0 < held < rest:  # somebody has to hold it: KV will shrink for it
+            columns[1:] = [column * rest / held for column in columns[1:]]
+        used = [index for index, column in enumerate(columns[1:]) if column > 1e-9]
+        table = np.tile(np.array([columns[0], *(columns[1 + index] for index in used)]), (len(layers), 1))
+        return ExpertShares(tuple(names[index] for index in used), K * table, E * table)
 
     def stage_costs(self, workload: Workload, hosts: frozenset[str]) -> tuple[list[str], Floats, Floats]:
         """Nodes that may run layers, [N, L+1, L+1] their seconds for layers [a, b), [N, N] seconds of a hop.

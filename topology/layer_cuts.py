@@ -20,7 +20,7 @@ def cut_layers(
 
     N nodes, L layers.
 
-    costs       [N, L+1, L+1]  seconds of node n for layers [a, b); infinite where it cannot hold them
+    costs       [N, L+1, L+1]  seconds of node n for layers [a, b); infinite where it cannot hold them; b > a counts
     hops        [N, N]         seconds from one node to the next
     order       which nodes, and in which order they may follow each other
     bottleneck  the slowest stage counts, not the sum of stages and hops
@@ -29,6 +29,9 @@ def cut_layers(
     num_layers = costs.shape[1] - 1
     m = len(order)
     own, ways = costs[list(order)], hops[np.ix_(list(order), list(order))]
+    own = np.where(
+        np.triu(np.ones(own.shape[1:], dtype=bool), 1), own, np.inf
+    )  # a stage has a layer at least
     best = np.full((m, num_layers + 1), np.inf)  # of the stages so far, ending on a node before a layer
     best[:, 1:] = own[:, 0, 1:]
     back: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []

@@ -127,22 +127,23 @@ class SpeedSample(NamedTuple):
 
 FIT_ROUNDS = 8  # of reweighting; the fit stands still after 3 to 5
 OUTLIER = 0.25  # relative error from which a sample counts less: a neighbour disturbed it
+LEAST_SECONDS = 1e-7  # what no clock measures tells nothing
 LEAST_SHARE = 1e-3  # a fitted cost is never below this share of the prior's: no node is infinitely fast
 
 
 def fit_speed(
-    samples: Sequence[SpeedSample], *, prior: NodeSpeed | None = None, prior_weight: float = 0.02
+    samples: Sequence[SpeedSample], *, prior: NodeSpeed | None = None, prior_weight: float = 2e-3
 ) -> NodeSpeed:
     """The speed that explains the samples best, in the sense of least squares of the relative error.
 
     prior         what is believed without samples; what they do not determine stays there
-    prior_weight  how many samples the prior counts for, each of a relative error of 1
+    prior_weight  how many samples the prior counts for: little, it only fills in what they leave open
 
     Costs are never negative, and samples far off the fit count less (Huber's weights), so that one disturbed
     measurement changes little. Without samples the prior comes back.
     """
     prior = prior or NodeSpeed()
-    usable = [sample for sample in samples if sample.seconds > 0]
+    usable = [sample for sample in samples if sample.seconds >= LEAST_SECONDS]
     if not usable:
         return prior
     believed = np.array(_costs(prior))
@@ -154,7 +155,8 @@ def fit_speed(
     weights = np.ones(len(usable))
     shares = np.ones(len(believed))
     for _ in range(FIT_ROUNDS):
-        pull = prior_weight * np.eye(len(believed))
+        # A cost that turns out far above the prior's is not held back by the distance: only ratios count.
+        pull = np.diag(prior_weight / np.maximum(1.0, shares) ** 2)
         matrix = rows.T @ (rows * weights[:, None]) + pull
         aim = rows.T @ weights + pull.sum(axis=0)
         shares = _bounded_minimum(matrix, aim, LEAST_SHARE)

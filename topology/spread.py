@@ -92,7 +92,7 @@ def _targets(
         sum(count * shelf.layer_sizes[layer] for layer, count in rest.items()) / num_rest for shelf in shelves
     ]
     capacities = [max(0.0, room) / size if size else 0.0 for room, size in zip(left, mean_sizes, strict=True)]
-    shares = _fill_up(capacities, [shelf.speed for shelf in shelves], num_rest)
+    shares = fill_up(capacities, [shelf.speed for shelf in shelves], num_rest)
     for layer, num_left in rest.items():
         open_to = [
             share if not (home_first and layer in shelf.home_layers) else 0.0
@@ -105,7 +105,7 @@ def _targets(
     return targets
 
 
-def _fill_up(capacities: Sequence[float], speeds: Sequence[float], amount: float) -> list[float]:
+def fill_up(capacities: Sequence[float], speeds: Sequence[float], amount: float) -> list[float]:
     """Share out an amount in proportion to capacity times speed, nobody beyond its capacity."""
     shares = [0.0] * len(capacities)
     open_ = [index for index, capacity in enumerate(capacities) if capacity > 0]

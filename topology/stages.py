@@ -20,10 +20,10 @@ from topology.layout import every_home, lay_out
 from topology.node_plan import GroupPlan, Placement, Stage
 from topology.speeds import LinkSpeed, Machines, NodeSpeed, machines_of
 from topology.step_time import GroupPrediction, PlacementClock
-from topology.workload import THROUGHPUT, Workload
+from topology.workload import THROUGHPUT, Workload, growing_counts
 
-HOMES, HOME, SOLO, STAGES = "every home", "home", "solo", "stages"
-KINDS = (HOMES, HOME, SOLO, STAGES)
+SOLO, HOME, HOMES, STAGES = "solo", "home", "every home", "stages"
+KINDS = (SOLO, HOME, HOMES, STAGES)
 _ALLOWED = {"home": (HOMES, HOME), "solo": (SOLO,), "stages": (STAGES,), "auto": KINDS}
 """`plan` of the topology file -> kinds of plans."""
 
@@ -35,6 +35,7 @@ LAYOUT_WORK = (
     60_000  # copies of experts times nodes that may be laid out to compare plans, beyond the first two
 )
 MOST_LAYOUTS = 6
+WORTH_REFINING = 10  # plans whose hosts are chosen with care
 ESTIMATE_ERROR = 0.15  # by how much an estimate with remote experts may be too high
 
 
@@ -101,7 +102,7 @@ def choose_plan(
         replace(candidate, hosts=candidate.hosts | pinned)
         for candidate in search.candidates(_ALLOWED[cluster.plan])
     ]
-    candidates.sort(key=lambda candidate: candidate.seconds)
+    candidates.sort(key=_rank)
     least = candidates[0].seconds if candidates else float("inf")
     earlier = _earlier(candidates, search, previous) if previous is not None else None
     if earlier is not None and earlier.seconds <= (1 + WORTH_A_CHANGE) * least:
@@ -111,7 +112,7 @@ def choose_plan(
         placement = lay_out(
             cluster,
             footprint,
-            groups=None if candidate.kind == HOMES else candidate.groups,
+            groups=None if cluster.plan == "home" else candidate.groups,
             hosts=candidate.hosts,
             epoch=epoch,
             demand=demand,
@@ -134,8 +135,8 @@ def choose_plan(
             others=(),
         )
 
-    budget = LAYOUT_WORK // max(1, len(footprint.experts()) * len(cluster.nodes))
-    num_layouts = min(MOST_LAYOUTS, 2 + budget)  # of plans whose estimate is not exact
+    spare_layouts = LAYOUT_WORK // max(1, len(footprint.experts()) * len(cluster.nodes))
+    num_layouts = min(MOST_LAYOUTS, 2 + spare_layouts)  # of plans whose estimate is not exact
     best: ClusterPlan | None = None
     chosen = candidates[0] if candidates else None
     refused: list[str] = []
@@ -143,9 +144,10 @@ def choose_plan(
     for candidate in candidates:
         is_exact = search.is_exact(candidate) and not pinned
         if best is not None:
-            if candidate.seconds >= best.seconds * (1.0 if is_exact else 1 + ESTIMATE_ERROR):
+            is_rough = not is_exact and spare_layouts > 0
+            if candidate.seconds >= best.seconds * (1 + ESTIMATE_ERROR if is_rough else 1.0):
                 continue
-            if num_layouts <= 0 and not is_exact:
+            if not is_exact and num_layouts <= 0:
                 continue
         try:
             laid_out = _lay_out(candidate)
@@ -178,6 +180,12 @@ def default_workload(cluster: Cluster) -> Workload:
     return Workload(batches=((1, 0.5), (max(1, cluster.max_requests), 0.5)))
 
 
+def _rank(candidate: Candidate) -> tuple[float, int, int]:
+    """Fastest first; among equals the fewest trunks, then the plainest kind."""
+    num_trunks = sum(len(group.stages) for group in candidate.groups)
+    return float(f"{candidate.seconds:.6g}"), num_trunks, KINDS.index(candidate.kind)
+
+
 def _earlier(candidates: Sequence[Candidate], search: "_Search", previous: Placement) -> Candidate | None:
     """The plan of an earlier placement among the candidates, or as one more of them; None if it cannot be any longer."""
     groups = set(previous.groups)
@@ -208,28 +216,33 @@ class _Search:
         self.estimate = Estimate(cluster, footprint, machines)
         self.all_hosts = frozenset(node.name for node in cluster.nodes if EXPERTS in node.roles)
         self.decode = [node.name for node in cluster.nodes if DECODE in node.roles]
-        self._best_hosts: dict[tuple[GroupPlan, ...], Candidate] = {}
 
     def candidates(self, kinds: Sequence[str]) -> list[Candidate]:
-        """All plans of these kinds, estimated, each with the hosts that suit it best."""
-        found: dict[tuple[str, tuple[GroupPlan, ...]], Candidate] = {}
+        """All plans of these kinds, estimated, the best of them each with the hosts that suit it best."""
+        found: dict[tuple[GroupPlan, ...], Candidate] = {}
         for kind, groups in self._plans(kinds):
-            key = kind, groups
-            if groups and key not in found:
-                found[key] = self.with_best_hosts(kind, groups)
-        return list(found.values())
+            if groups and groups not in found:
+                seconds = self.estimate.score(groups, self.all_hosts, self.workload)
+                found[groups] = Candidate(kind, groups, self.all_hosts, seconds)
+        ranked = sorted(found.values(), key=_rank)
+        return [
+            *(self.with_best_hosts(one.kind, one.groups) for one in ranked[:WORTH_REFINING]),
+            *ranked[WORTH_REFINING:],
+        ]
 
     def _plans(self, kinds: Sequence[str]) -> Iterator[tuple[str, tuple[GroupPlan, ...]]]:
         whole = {name: GroupPlan((Stage(name, 0, self.footprint.num_layers),)) for name in self.decode}
         full = self.footprint.num_layers
-        if HOMES in kinds:
+        if self.cluster.plan == "home":
             yield HOMES, every_home(self.cluster, self.footprint)
+            return
         alone = [name for name in self.decode if self.estimate.coverage(name, 0, full) >= 1]
         if SOLO in kinds:
             yield from ((SOLO, (whole[name],)) for name in alone)
             yield from ((SOLO, groups) for groups in self._growing([whole[name] for name in alone]))
-        if HOME in kinds and self.cluster.plan != "home":
+        if HOME in kinds:
             yield from ((HOME, (whole[name],)) for name in self.decode)
+            yield HOMES, every_home(self.cluster, self.footprint)
             yield from ((HOME, groups) for groups in self._growing(list(whole.values())))
         if STAGES in kinds and len(self.decode) > 1:
             yield from ((STAGES, groups) for groups in self._staged())
@@ -238,7 +251,7 @@ class _Search:
         """The two fastest, the three fastest, ...: more lanes for many requests."""
         alone = {group: self.estimate.score((group,), self.all_hosts, self.workload) for group in groups}
         order = sorted(groups, key=lambda group: alone[group])
-        for count in range(2, len(order) + 1):
+        for count in growing_counts(len(order))[1:]:
             yield self._in_file_order(order[:count])
 
     def _staged(self) -> Iterator[tuple[GroupPlan, ...]]:
@@ -312,22 +325,21 @@ class _Search:
     def with_best_hosts(self, kind: str, groups: Sequence[GroupPlan]) -> Candidate:
         """The plan with as many hosts as do not hurt: others are dropped from the slowest on while that helps."""
         groups = tuple(groups)
-        if groups not in self._best_hosts:
-            members = frozenset(node for group in groups for node in group.nodes) & self.all_hosts
-            best = Candidate(
-                kind, groups, self.all_hosts, self.estimate.score(groups, self.all_hosts, self.workload)
-            )
-            tried = self.all_hosts
-            for name in () if kind == HOMES else self._worst_first(self.all_hosts - members, groups):
-                fewer = tried - {name}
-                seconds = self.estimate.score(groups, fewer, self.workload)
-                if seconds == float("inf"):
-                    continue
-                tried = fewer
-                if seconds < best.seconds * (1 - WORTH_LEAVING_OUT):
-                    best = Candidate(kind, groups, tried, seconds)
-            self._best_hosts[groups] = best
-        return replace(self._best_hosts[groups], kind=kind)
+        best = Candidate(
+            kind, groups, self.all_hosts, self.estimate.score(groups, self.all_hosts, self.workload)
+        )
+        if self.cluster.plan == "home" or self.is_exact(best):
+            return best
+        members = frozenset(node for group in groups for node in group.nodes)
+        droppable = self._worst_first(self.all_hosts - members, groups)
+        for num_dropped in growing_counts(len(droppable)):
+            fewer = self.all_hosts - set(droppable[:num_dropped])
+            seconds = self.estimate.score(groups, fewer, self.workload)
+            if seconds == float("inf"):
+                break
+            if seconds < best.seconds * (1 - WORTH_LEAVING_OUT):
+                best = Candidate(kind, groups, fewer, seconds)
+        return best
 
     def _worst_first(self, hosts: frozenset[str], groups: Sequence[GroupPlan]) -> list[str]:
         """Hosts by what one small call costs from the first home: round trip, overhead, and reading an expert."""

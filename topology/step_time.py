@@ -13,7 +13,8 @@ Seconds of a home with its layers [first, last) and a batch of B token rows, as 
 
 Experts: expert e is chosen by a token with probability p(e), k/E for all without demand, k in all for a layer.
 B tokens touch it with 1 - (1 - p)^B, so E * (1 - (1 - k/E)^B) different ones in all; a token needs nothing of a set of
-experts with (1 - sum of p / k)^k, which gives DESIGN's 27 of 48 layers with a hop at k = 8 and locality 0.9.
+s experts with (1 - s/E)(1 - s/(E-1))... over its k choices, or with (1 - sum of p / k)^k under demand: 27 to 28 of 48
+layers have a hop at k = 8 of 128 and locality 0.9. A layer waits for a peer unless only faster ones are called.
 
 Stages: a token's latency is the sum of the stages and the hops between them, the last one back to the first included;
 throughput is the batch over the slowest stage, when every stage has a batch of its own to work on.
@@ -111,6 +112,14 @@ class ExpertShares:
             [np.where(self.owner == column, chance, 0.0).sum(axis=1) for column in columns], axis=1
         )
 
+    def spared(self, columns: Sequence[int], num_experts: int, top_k: int) -> Floats:
+        """[M] chance that a token needs none of what these columns answer for."""
+        if self.chances is not None:
+            return np.maximum(0.0, 1 - self.mass[:, columns].sum(axis=1) / top_k) ** top_k
+        count = self.count[:, columns].sum(axis=1)  # k different ones out of E, none of them among these
+        left = 1 - count[:, None] / (num_experts - np.arange(top_k))
+        return np.maximum(0.0, left).prod(axis=1)
+
 
 def distinct_experts(num_experts: int, top_k: int, batch: int) -> float:
     """E * (1 - (1 - k/E)^B): different experts of a layer that B tokens touch when all are alike."""
@@ -130,15 +139,15 @@ def chances_of(
     chances = np.full((len(layers), E), min(1.0, K / E) if E else 0.0)
     for row, layer in enumerate(layers if demand else ()):
         wanted = np.array([max(0.0, demand.get(ExpertId(layer, i), 0.0)) for i in range(E)])  # type: ignore[union-attr]
-        if wanted.sum() > 0:
-            chances[row] = _scaled_to(wanted / wanted.sum(), K)
+        if wanted.sum() > 0:  # a little for those that nobody asked for: a token chooses k all the same
+            chances[row] = _scaled_to(wanted / wanted.sum() + 1e-6 / E, K)
     return chances
 
 
 def _scaled_to(shares: Floats, total: int) -> Floats:
     """Shares scaled to `total` with none above 1: what the largest lose the others gain."""
     scaled = np.zeros_like(shares)
-    open_ = shares > 0
+    open_ = np.ones(len(shares), dtype=bool)
     for _ in range(len(shares)):
         room = total - scaled[~open_].sum()
         if not open_.any() or room <= 0:
@@ -230,11 +239,13 @@ def expert_seconds(
     chance, seconds = np.zeros((len(layers), num_peers)), np.zeros((len(layers), num_peers))
     for index, node in enumerate(shares.nodes):
         mass = shares.mass[:, index + 1]
-        a_row = 1 - np.maximum(0.0, 1 - mass / K) ** K  # that a token needs this peer at all
-        called = 1 - (1 - a_row) ** batch
+        spared = shares.spared([index + 1], E, K)
+        called = 1 - spared**batch
         per_call = np.maximum(called, 1e-12)
         link = machines.link(home, node)
-        rows = batch * (a_row + mass) / per_call  # out once for each token, back once for each routed row
+        rows = (
+            batch * (1 - spared + mass) / per_call
+        )  # out once for each token, back once for each routed row
         seconds[:, index] = (
             link.rtt_s
             + machines.speed(node).call_overhead_s
@@ -243,19 +254,13 @@ def expert_seconds(
         )
         chance[:, index] = np.where(mass > 1e-9, called, 0.0)
     sending = chance.sum(axis=1) * machines.speed(home).call_overhead_s
-    return local, sending + _expected_longest(local, seconds, chance) - local, chance
-
-
-def _expected_longest(floor: Floats, seconds: Floats, chance: Floats) -> Floats:
-    """E[max(floor, every peer that is called)] for peers that are called independently."""
-    order = np.argsort(-seconds, axis=1, kind="stable")
-    slowest_first = np.maximum(np.take_along_axis(seconds, order, axis=1), floor[:, None])
-    called = np.take_along_axis(chance, order, axis=1)
-    expected, nobody_yet = np.zeros(len(floor)), np.ones(len(floor))
-    for index in range(seconds.shape[1]):
-        expected += nobody_yet * called[:, index] * slowest_first[:, index]
-        nobody_yet = nobody_yet * (1 - called[:, index])
-    return expected + nobody_yet * floor
+    slowest_first = [int(index) for index in np.argsort(-seconds.mean(axis=0), kind="stable")]
+    longest, nobody_yet = np.zeros(len(layers)), np.ones(len(layers))
+    for position, index in enumerate(slowest_first):
+        nobody = shares.spared([column + 1 for column in slowest_first[: position + 1]], E, K) ** batch
+        longest += (nobody_yet - nobody) * np.maximum(local, seconds[:, index])
+        nobody_yet = nobody
+    return local, sending + longest + nobody_yet * local - local, chance
 
 
 def predict_home_step(
@@ -292,13 +297,15 @@ def predict_home_step(
     )
     local_s, wait_s = float(local.sum()), float(wait.sum())
     remote = 1 - shares.mass[:, 0] / footprint.top_k
+    peers = range(1, 1 + len(shares.nodes))
+    spared = shares.spared(list(peers), footprint.experts_per_layer, footprint.top_k)
     return StepPrediction(
         seconds=trunk_s + local_s + wait_s,
         trunk_s=trunk_s,
         local_s=local_s,
         wait_s=wait_s,
         calls=float(chance.sum()),
-        remote_layers=float((1 - np.clip(1 - remote, 0, 1) ** (footprint.top_k * batch)).sum()),
+        remote_layers=float((1 - spared**batch).sum()),
         hit_rate=float(1 - remote.mean()),
     )
 

@@ -37,7 +37,7 @@ class Workload:
         alone = {group: period_s(predict, group, 1) for group in groups}
         fastest_first = sorted(groups, key=lambda group: alone[group])
         best = float("inf")
-        for num_used in range(1, min(len(groups), requests) + 1):
+        for num_used in growing_counts(min(len(groups), requests)):
             used = fastest_first[:num_used]
             counts = _shares(requests, [1 / alone[group] for group in used])
             periods = [
@@ -51,6 +51,15 @@ class Workload:
                 waits = sum(count * period for count, period in zip(served, periods, strict=True))
                 best = min(best, waits / requests)
         return best
+
+
+def growing_counts(most: int) -> list[int]:
+    """1, 2, 3, 4, then in growing steps up to `most`: enough to try where neighbours hardly differ."""
+    counts, at = [], 0
+    while at < most:
+        at += max(1, at // 4)
+        counts.append(min(at, most))
+    return counts
 
 
 def period_s(predict: Predict, group: GroupPlan, requests: int) -> float:

@@ -216,7 +216,7 @@ def prediction_table(cluster: Cluster, footprint: ModelFootprint) -> str:
 
 def issue_scenario(footprint: ModelFootprint, *, share: float = 0.4, num_nodes: int = 4) -> Cluster:
     """Equal nodes with 5 ms and 200 Mbit/s between them, each with room for `share` of the experts beside a whole trunk."""
-    empty = cluster(rtt_s=0.005, bandwidth_bps=200e6, kv_tokens=4096)
+    empty = cluster(rtt_s=0.005, bandwidth_bps=200e6, kv_tokens=footprint.context_tokens)
     memory = needed_bytes(empty, footprint, 0, footprint.num_layers, share)
     return replace(empty, nodes=tuple(node(f"n{i}", memory, port=6001 + i) for i in range(num_nodes)))
 
