@@ -12,12 +12,18 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from kernels.gpu import mxfp4
 from kernels.gpu.combine import combine
-from kernels.gpu.dispatch import dispatch
+from kernels.gpu.dispatch import dispatch, dispatch_on_device
 from kernels.gpu.gate_topk import gate_topk
 from kernels.gpu.grouped_ffn import grouped_ffn
 from kernels.gpu.kv_blocks import kv_copy, kv_write, new_pages
 from kernels.gpu.linear import embed, linear
-from kernels.gpu.paged_attention import AttentionPlan, attention_plan, decode_plan, paged_attention
+from kernels.gpu.paged_attention import (
+    AttentionPlan,
+    attention_plan,
+    decode_plan,
+    paged_attention,
+    prompt_rows,
+)
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.rope import head_norm_rope
 from kernels.gpu.weights import (
@@ -45,6 +51,7 @@ __all__ = [
     "dequantised_expert",
     "dequantised_linear",
     "dispatch",
+    "dispatch_on_device",
     "embed",
     "gate_topk",
     "grouped_ffn",
@@ -58,5 +65,6 @@ __all__ = [
     "pack_linear",
     "pack_linear_rows",
     "paged_attention",
+    "prompt_rows",
     "rms_norm",
 ]

@@ -27,11 +27,10 @@ def combine_kernel(
     total = tl.zeros((BLOCK_D,), dtype=tl.float32)
     for k in range(K):
         slot = tl.load(slots_ptr + token * K + k).to(tl.int64)
-        if slot >= 0:  # a pair that did not come costs no read
-            if slot < R:
-                weight = tl.load(weights_ptr + token * K + k)
-                row = tl.load(expert_out_ptr + slot * out_stride + columns, mask=in_row, other=0.0)
-                total += weight * row.to(tl.float32)
+        if (slot >= 0) & (slot < R):  # a pair that did not come costs no read
+            weight = tl.load(weights_ptr + token * K + k)
+            row = tl.load(expert_out_ptr + slot * out_stride + columns, mask=in_row, other=0.0)
+            total += weight * row.to(tl.float32)
     place = hidden_ptr + token * hidden_stride + columns
     before = tl.load(place, mask=in_row, other=0.0).to(tl.float32)
     tl.store(place, (before + total).to(hidden_ptr.dtype.element_ty), mask=in_row)

@@ -61,7 +61,9 @@ TYPE = {
 }
 FLOATS = ("eps", "scale", "alpha", "limit", "soft_cap")
 """Scalar arguments that are float32; all others are int32."""
-INTEGER_POINTERS = "rows pairs tiles ranges missing slots ids table request position positions lines hosts counts count_rows"
+INTEGER_POINTERS = (
+    "rows pairs tiles ranges missing slots ids table request position positions lines hosts counts count_rows"
+)
 INTEGER_POINTERS += " offsets pair_rows source destination"
 
 
@@ -94,7 +96,9 @@ def _pointer(name: str) -> str:
         return "*i32"
     if stem == "addresses":
         return "*i64"
-    if stem in ("logits", "expert_scale", "bias", "weights", "cos", "sin", "sinks") or stem.startswith("part"):
+    if stem in ("logits", "expert_scale", "bias", "weights", "cos", "sin", "sinks") or stem.startswith(
+        "part"
+    ):
         return "*fp32"
     return "*bf16"
 
@@ -149,7 +153,9 @@ def resources(compiled: CompiledKernel, target: str) -> Resources:
         usage = _run_tool(str(TOOLS / "cuobjdump"), "-res-usage", str(binary))
         found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
         if found is None:
-            raise ValueError(f"cuobjdump -res-usage: found {usage!r}, expected a line with REG, STACK and LOCAL")
+            raise ValueError(
+                f"cuobjdump -res-usage: found {usage!r}, expected a line with REG, STACK and LOCAL"
+            )
         spilled = 0
         if int(found[2]) + int(found[3]) > 0:  # a stack may be there for other reasons: ask the assembler
             code = Path(folder) / "kernel.ptx"
@@ -245,7 +251,9 @@ def expert_cases(target: str) -> Iterator[Case]:
             "SCALE_TYPE": ELEMENT[SCALE_DTYPE.get(format, torch.float32)],
         }
         rows = {"x_ptr": "*bf16", "inner_ptr": TYPE[torch.float32 if format == "float32" else torch.bfloat16]}
-        constants, tile = product_constants(target, phase, F, D, format, experts=True, pair=activation != "relu")
+        constants, tile = product_constants(
+            target, phase, F, D, format, experts=True, pair=activation != "relu"
+        )
         offsets = section_offsets(layout, "in")
         name = f"{activation} {format} {phase}"
         yield Case(
@@ -280,7 +288,13 @@ def attention_cases(target: str) -> Iterator[Case]:
         ("latent", 16, 1, 576, 512, False, False, False),
     ):
         main = 1 << (P.bit_length() - 1)
-        shared = {"H": H, "PV": Pv, "PV_PAD": triton.next_power_of_2(Pv), "HAS_WINDOW": window, "HAS_SINKS": sinks}
+        shared = {
+            "H": H,
+            "PV": Pv,
+            "PV_PAD": triton.next_power_of_2(Pv),
+            "HAS_WINDOW": window,
+            "HAS_SINKS": sinks,
+        }
         for phase in ("decode", "prompt"):
             tile = attention_tile(target, H // G, P, Pv, 2, prompt=phase == "prompt")
             yield Case(
@@ -336,9 +350,7 @@ def gate_constants(E: int, K: int, **changed: object) -> dict[str, Any]:
 def row_cases(target: str) -> Iterator[Case]:
     """What reads rows once and multiplies no matrices."""
     hosts = {"K": 8, "K_PAD": 8, "BLOCK_T": BLOCK_T}
-    yield Case(
-        "tile_table", tile_table_kernel, {"TILE_ROWS": 16, "BINS": 256, "BLOCK_R": BLOCK_R}
-    )
+    yield Case("tile_table", tile_table_kernel, {"TILE_ROWS": 16, "BINS": 256, "BLOCK_R": BLOCK_R})
     yield Case("gate_topk 128 counts", gate_topk_kernel, gate_constants(128, 8, HAS_COUNTS=True))
     yield Case(
         "gate_topk 256 sigmoid groups",
@@ -349,7 +361,11 @@ def row_cases(target: str) -> Iterator[Case]:
     yield Case("dispatch place", place_kernel, hosts)
     yield Case("combine", combine_kernel, {"K": 8, "BLOCK_D": 1024}, {"hidden_ptr": "*fp32"})
     yield Case(
-        "rms_norm 2880", rms_norm_kernel, {"HAS_WEIGHT": True, "BLOCK_D": 4096}, {"x_ptr": "*fp32"}, norm_warps(4096)
+        "rms_norm 2880",
+        rms_norm_kernel,
+        {"HAS_WEIGHT": True, "BLOCK_D": 4096},
+        {"x_ptr": "*fp32"},
+        norm_warps(4096),
     )
     for name, interleaved, turned in (("128", False, 64), ("interleaved part", True, 32)):
         yield Case(
@@ -368,7 +384,11 @@ def row_cases(target: str) -> Iterator[Case]:
             2,
         )
     yield Case(
-        "kv_write", kv_write_kernel, {"P": 128, "PV": 128, "P_PAD": 128, "PV_PAD": 128, "WRITES_V": True}, {}, 1
+        "kv_write",
+        kv_write_kernel,
+        {"P": 128, "PV": 128, "P_PAD": 128, "PV_PAD": 128, "WRITES_V": True},
+        {},
+        1,
     )
     yield Case("kv_copy", kv_copy_kernel, {"BLOCK": COPY_BYTES}, {"pages_ptr": "*u8"})
     for format in ("bfloat16", "int4"):
@@ -382,9 +402,7 @@ def row_cases(target: str) -> Iterator[Case]:
                 "out_ptr": "*fp32",
             },
         )
-    yield Case(
-        "mxfp4 unpack", unpack_kernel, {"ROWS": ROWS}, {"blocks_ptr": "*u8", "scales_ptr": "*u8"}
-    )
+    yield Case("mxfp4 unpack", unpack_kernel, {"ROWS": ROWS}, {"blocks_ptr": "*u8", "scales_ptr": "*u8"})
 
 
 def cases(target: str) -> Iterator[Case]:
@@ -401,14 +419,17 @@ def main(targets: list[str]) -> int:
             try:
                 r = resources(machine_code(case, target), target)
             except Exception as error:  # noqa: BLE001 - the table goes on; the exit code says that something failed
-                print(f"| {case.name} | {target} | {type(error).__name__}: {str(error)[:200]} | | |", flush=True)
+                print(
+                    f"| {case.name} | {target} | {type(error).__name__}: {str(error)[:200]} | | |", flush=True
+                )
                 bad += 1
                 continue
             beyond = r.spilled_bytes > 0 or r.shared_bytes > SHARED_BYTES[target]
             bad += beyond
             mark = " **too much**" if beyond else ""
             print(
-                f"| {case.name} | {target} | {r.registers} | {r.spilled_bytes} | {r.shared_bytes}{mark} |", flush=True
+                f"| {case.name} | {target} | {r.registers} | {r.spilled_bytes} | {r.shared_bytes}{mark} |",
+                flush=True,
             )
     return 1 if bad else 0
 

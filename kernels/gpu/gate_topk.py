@@ -73,7 +73,9 @@ def gate_topk_kernel(
     in_row = e < E
     place = logits_ptr + t.to(tl.int64)[:, None] * logits_stride + e
     logits = tl.load(place, mask=in_rows[:, None] & in_row, other=float("-inf"))
-    logits = tl.where(in_rows[:, None] | (e == 0), logits, float("-inf"))  # spare rows: finite sums, never stored
+    logits = tl.where(
+        in_rows[:, None] | (e == 0), logits, float("-inf")
+    )  # spare rows: finite sums, never stored
     logits = tl.where(in_rows[:, None] | (e != 0), logits, 0.0)
     if SCORES == "sigmoid":
         score = 1.0 / (1.0 + tl.exp(-logits))
@@ -132,6 +134,7 @@ def gate_topk(
     selection_bias: Tensor | None = None,
     counts: Tensor | None = None,
     count_rows: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k best experts of each row of logits [T, E] float32, ties to the lowest id: ids int32 and weights [T, k].
 
@@ -146,11 +149,15 @@ def gate_topk(
     if scores not in SCORES:
         raise ValueError(f"scores: found {scores!r}, expected one of {', '.join(SCORES)}")
     if not 1 <= k <= E // num_groups * top_groups:
-        raise ValueError(f"k: found {k}, expected 1 to {E // num_groups * top_groups}, the experts to choose from")
+        raise ValueError(
+            f"k: found {k}, expected 1 to {E // num_groups * top_groups}, the experts to choose from"
+        )
     if (counts is None) != (count_rows is None) or (counts is not None and counts.dtype is not torch.int32):
         raise ValueError("counts: expected int32 [n, E] together with count_rows, since atomics need 32 bits")
-    ids = torch.empty(T, k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(T, k, dtype=torch.float32, device=logits.device)
+    if out is None:
+        ids = torch.empty(T, k, dtype=torch.int32, device=logits.device)
+        out = ids, torch.empty(T, k, dtype=torch.float32, device=logits.device)
+    ids, weights = out
     BLOCK_E = triton.next_power_of_2(E)
     ROWS = max(1, min(8, VALUES // BLOCK_E))
     if T:
@@ -180,4 +187,4 @@ def gate_topk(
             NUM_GROUPS_PAD=triton.next_power_of_2(num_groups),
             num_warps=4 if ROWS * BLOCK_E >= 512 else 1,
         )
-    return ids, weights
+    return out

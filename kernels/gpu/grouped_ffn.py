@@ -206,7 +206,7 @@ def down_kernel(
             BLOCK_N,
             BLOCK_K,
         )
-        if HAS_BIAS:
+        if HAS_BIAS:  # noqa: SIM102 - this one is known when compiling
             if begin == 0:  # of an expert's slices, one brings the bias
                 total += tl.load(section(address, BIAS_OFFSET, tl.float32) + n, mask=in_n, other=0.0)[None, :]
         pair = tl.load(pairs_ptr + first + m, mask=in_rows, other=0).to(tl.int64)
@@ -284,8 +284,8 @@ def grouped_ffn(
         x.stride(0),
         D,
         F,
-        bank.alpha,
-        bank.limit,
+        layout.alpha,
+        layout.limit,
         **section_offsets(layout, "in"),
         ACTIVATION=layout.activation,
         MASK_K=D % first.BLOCK_K != 0,

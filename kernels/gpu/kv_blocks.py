@@ -58,18 +58,17 @@ def kv_write_kernel(
     token = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
     slot = tl.load(slots_ptr + token)
-    if slot >= 0:
-        if slot < num_slots:
-            block = (slot // 16).to(tl.int64)
-            p = tl.arange(0, P_PAD)
-            k = tl.load(k_ptr + token * k_stride + g * P + p, mask=p < P, other=0.0).to(tl.float32)
-            place = k_pages_ptr + block * k_block_stride + g * k_head_stride + slot % 16 * k_token_stride + p
-            tl.store(place, k.to(k_pages_ptr.dtype.element_ty), mask=p < P)
-            if WRITES_V:
-                p = tl.arange(0, PV_PAD)
-                v = tl.load(v_ptr + token * v_stride + g * PV + p, mask=p < PV, other=0.0).to(tl.float32)
-                place = v_pages_ptr + block * v_block_stride + g * v_head_stride + slot % 16 * v_token_stride + p
-                tl.store(place, v.to(v_pages_ptr.dtype.element_ty), mask=p < PV)
+    if (slot >= 0) & (slot < num_slots):
+        block = (slot // 16).to(tl.int64)
+        p = tl.arange(0, P_PAD)
+        k = tl.load(k_ptr + token * k_stride + g * P + p, mask=p < P, other=0.0).to(tl.float32)
+        place = k_pages_ptr + block * k_block_stride + g * k_head_stride + slot % 16 * k_token_stride + p
+        tl.store(place, k.to(k_pages_ptr.dtype.element_ty), mask=p < P)
+        if WRITES_V:
+            p = tl.arange(0, PV_PAD)
+            v = tl.load(v_ptr + token * v_stride + g * PV + p, mask=p < PV, other=0.0).to(tl.float32)
+            place = v_pages_ptr + block * v_block_stride + g * v_head_stride + slot % 16 * v_token_stride + p
+            tl.store(place, v.to(v_pages_ptr.dtype.element_ty), mask=p < PV)
 
 
 @triton.jit

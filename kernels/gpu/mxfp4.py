@@ -25,7 +25,9 @@ def unpack_kernel(
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = group < num_groups
     j = tl.arange(0, 32)
-    codes = tl.load(blocks_ptr + group[:, None] * 16 + (j // 2)[None, :], mask=mask[:, None], other=0).to(tl.int32)
+    codes = tl.load(blocks_ptr + group[:, None] * 16 + (j // 2)[None, :], mask=mask[:, None], other=0).to(
+        tl.int32
+    )
     codes = (codes >> ((j % 2) * 4)[None, :]) & 15
     scale = load_scale(scales_ptr, group, mask, "mxfp4")
     value = unpack_nibble(codes, scale[:, None], "mxfp4")

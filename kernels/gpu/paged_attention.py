@@ -132,7 +132,9 @@ def attention_kernel(
     begin = 0
     if HAS_WINDOW:
         begin = tl.min(tl.where(in_tile, position, 2147483647), axis=0) - window + 1
-        begin = tl.maximum(begin, 0) // BLOCK_N * BLOCK_N  # always the same grid: a row's sums do not know its tile
+        begin = (
+            tl.maximum(begin, 0) // BLOCK_N * BLOCK_N
+        )  # always the same grid: a row's sums do not know its tile
     if SPLIT > 0:
         begin = tl.maximum(begin, split * SPLIT)
         end = tl.minimum(end, (split + 1) * SPLIT)
@@ -143,7 +145,9 @@ def attention_kernel(
         if P_REST > 0:
             r = tl.arange(0, P_REST_PAD)
             q_rest = tl.load(
-                q_rows[:, None] + P_MAIN + r[None, :], mask=in_tile[:, None] & (r < P_REST)[None, :], other=0.0
+                q_rows[:, None] + P_MAIN + r[None, :],
+                mask=in_tile[:, None] & (r < P_REST)[None, :],
+                other=0.0,
             ).to(OPERAND)
         pv = tl.arange(0, PV_PAD)
         total = tl.zeros((BLOCK_M, PV_PAD), dtype=tl.float32)
@@ -158,7 +162,9 @@ def attention_kernel(
             score = tl.dot(q, tl.trans(k), input_precision="ieee")
             if P_REST > 0:
                 k_rest = tl.load(
-                    k_rows[:, None] + P_MAIN + r[None, :], mask=in_n[:, None] & (r < P_REST)[None, :], other=0.0
+                    k_rows[:, None] + P_MAIN + r[None, :],
+                    mask=in_n[:, None] & (r < P_REST)[None, :],
+                    other=0.0,
                 ).to(OPERAND)
                 score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision="ieee")
             score *= scale
@@ -175,9 +181,9 @@ def attention_kernel(
             shrink = tl.exp2(top - base)
             sum_ = sum_ * shrink + tl.sum(weight, axis=1)
             v_rows = v_ptr + block * v_block_stride + g * v_head_stride + n % 16 * v_token_stride
-            v = tl.load(
-                v_rows[:, None] + pv[None, :], mask=in_n[:, None] & (pv < PV)[None, :], other=0.0
-            ).to(OPERAND)
+            v = tl.load(v_rows[:, None] + pv[None, :], mask=in_n[:, None] & (pv < PV)[None, :], other=0.0).to(
+                OPERAND
+            )
             total = tl.dot(weight.to(OPERAND), v, total * shrink[:, None], input_precision="ieee")
             top = new_top
         place = row.to(tl.int64) * H + head

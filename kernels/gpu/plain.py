@@ -24,7 +24,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def head_norm_rope(
-    x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    interleaved: bool,
 ) -> Tensor:
     """[T, H, P] float64: what x becomes."""
     out = x.double() if weight is None else rms_norm(x, weight, eps)
@@ -67,7 +73,7 @@ def grouped_ffn(x: Tensor, rows: Tensor, expert_ids: Tensor, bank: ExpertBank) -
         gate = None
         if "gate" in w:
             gate = mx @ w["gate"][part].T + (w["gate_bias"][part] if "gate_bias" in w else 0)
-        inner = activate(gate, up, bank.layout.activation, bank.alpha, bank.limit)
+        inner = activate(gate, up, bank.layout.activation, bank.layout.alpha, bank.layout.limit)
         out[mine] = inner @ w["down"][:, part].T
         if "down_bias" in w and begin == 0:
             out[mine] += w["down_bias"]
@@ -94,7 +100,11 @@ def paged_attention(
         blocks = block_tables[request, : position // 16 + 1].long()
         first = 0 if window is None else max(0, position - window + 1)
         keys, values = (
-            pages[blocks].transpose(1, 2).flatten(0, 1)[first : position + 1].double().repeat_interleave(H // G, dim=1)
+            pages[blocks]
+            .transpose(1, 2)
+            .flatten(0, 1)[first : position + 1]
+            .double()
+            .repeat_interleave(H // G, dim=1)
             for pages in (k_pages, v_pages)
         )
         scores = torch.einsum("hp,nhp->hn", q[t].double(), keys) * scale

@@ -82,8 +82,12 @@ def multiply(
                         other=0.0,
                     )
                 else:
-                    low = tl.load(x_ptr + x_rows[:, None] + (k0 + j)[None, :], mask=in_rows[:, None], other=0.0)
-                    high = tl.load(x_ptr + x_rows[:, None] + (k0 + 32 + j)[None, :], mask=in_rows[:, None], other=0.0)
+                    low = tl.load(
+                        x_ptr + x_rows[:, None] + (k0 + j)[None, :], mask=in_rows[:, None], other=0.0
+                    )
+                    high = tl.load(
+                        x_ptr + x_rows[:, None] + (k0 + 32 + j)[None, :], mask=in_rows[:, None], other=0.0
+                    )
                 low, high = low.to(OPERAND), high.to(OPERAND)
                 low_group = (block * 64 // GROUP) * N
                 high_group = ((block * 64 + 32) // GROUP) * N
@@ -96,7 +100,9 @@ def multiply(
                 total = tl.dot(high, w_high, total, input_precision="ieee")
                 if PAIR:
                     m = n + pair_rows
-                    codes = tl.load(weights + (block * N + pair_rows) * 32, mask=in_n[None, :], other=0).to(tl.int32)
+                    codes = tl.load(weights + (block * N + pair_rows) * 32, mask=in_n[None, :], other=0).to(
+                        tl.int32
+                    )
                     low_scale = load_scale(scale_ptr, low_group + m, in_n, FORMAT)
                     high_scale = load_scale(scale_ptr, high_group + m, in_n, FORMAT)
                     w_low = unpack_nibble(codes & 15, low_scale[None, :], FORMAT).to(OPERAND)
@@ -112,7 +118,9 @@ def multiply(
             if MASK_K:
                 in_k = k0 + k < k_count
                 x = tl.load(
-                    x_ptr + x_rows[:, None] + (k0 + k)[None, :], mask=in_rows[:, None] & in_k[None, :], other=0.0
+                    x_ptr + x_rows[:, None] + (k0 + k)[None, :],
+                    mask=in_rows[:, None] & in_k[None, :],
+                    other=0.0,
                 )
                 w = tl.load(weights + k0, mask=in_k[:, None] & in_n[None, :], other=0)
                 x = x.to(OPERAND)

@@ -108,7 +108,9 @@ def _int4(groups: Tensor) -> Codes:
 def e2m1_codes(groups: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [..., 32] to codes uint8 of that shape and E8M0 exponents uint8 [...]."""
     largest = groups.abs().amax(dim=-1)
-    exponent = torch.frexp(largest).exponent - 1 - 2  # largest is below 2 ** frexp, and 4 = 2 ** 2 is E2M1's top binade
+    exponent = (
+        torch.frexp(largest).exponent - 1 - 2
+    )  # largest is below 2 ** frexp, and 4 = 2 ** 2 is E2M1's top binade
     exponent = torch.where(largest == 0, 0, exponent).clamp(-126, 127)
     scaled = torch.ldexp(groups.abs(), -exponent[..., None])
     steps = torch.tensor(E2M1, device=groups.device)

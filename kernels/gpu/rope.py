@@ -51,7 +51,9 @@ def head_norm_rope_kernel(
             squares += tl.sum(rest * rest, axis=1)
         scale = (1.0 / tl.sqrt(squares / P + eps))[:, None]
         if REST_PAD > 0:
-            rest *= scale * tl.load(weight_ptr + rest_columns, mask=in_rest, other=0.0).to(tl.float32)[None, :]
+            rest *= (
+                scale * tl.load(weight_ptr + rest_columns, mask=in_rest, other=0.0).to(tl.float32)[None, :]
+            )
             tl.store(heads + rest_columns[None, :], rest.to(x_ptr.dtype.element_ty), mask=rest_mask)
         low *= scale * tl.load(weight_ptr + low_columns, mask=in_turned, other=0.0).to(tl.float32)[None, :]
         high *= scale * tl.load(weight_ptr + high_columns, mask=in_turned, other=0.0).to(tl.float32)[None, :]

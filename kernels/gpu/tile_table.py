@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_R = 1024
-ONE_LAUNCH_ROWS = 16384  # more routed rows than this: sorted by torch, since every program would read them all
+ONE_LAUNCH_ROWS = (
+    16384  # more routed rows than this: sorted by torch, since every program would read them all
+)
 
 
 class TileTable(NamedTuple):
@@ -56,14 +58,16 @@ def tile_table_kernel(
     first = tl.sum(tl.where(bins < expert, counts, 0))
     first_tile = tl.sum(tl.where(bins < expert, tile_counts, 0))
     num_tiles = (mine + TILE_ROWS - 1) // TILE_ROWS
-    for i in range(0, num_tiles):
+    for i in range(num_tiles):
         line = tiles_ptr + (first_tile + i) * 3
         tl.store(line, expert)
         tl.store(line + 1, first + i * TILE_ROWS)
         tl.store(line + 2, tl.minimum(TILE_ROWS, mine - i * TILE_ROWS))
     if expert == E - 1:
         for t0 in range(first_tile + num_tiles, max_tiles, BINS):
-            tl.store(tiles_ptr + (t0 + bins) * 3 + 2, tl.zeros((BINS,), dtype=tl.int32), mask=t0 + bins < max_tiles)
+            tl.store(
+                tiles_ptr + (t0 + bins) * 3 + 2, tl.zeros((BINS,), dtype=tl.int32), mask=t0 + bins < max_tiles
+            )
         worst = tl.max(absent, axis=0)
         if worst > 0:
             tl.store(missing_ptr, worst)

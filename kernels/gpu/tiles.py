@@ -113,7 +113,9 @@ def product_tile(
     if prompt:
         tile = PROMPT[chip]
         if pair and format in NIBBLE_FORMATS:
-            tile = tile._replace(BLOCK_N=tile.BLOCK_N // 2)  # unpacking takes registers too: 128 x 64 x 2 spilled
+            tile = tile._replace(
+                BLOCK_N=tile.BLOCK_N // 2
+            )  # unpacking takes registers too: 128 x 64 x 2 spilled
     elif M > 16:
         tile = MORE[chip]
         if pair:
@@ -158,7 +160,13 @@ class AttentionTile(NamedTuple):
 
 
 # Bytes of keys and values that a program may hold in flight: what a chip has, less q, scores and a margin.
-ATTENTION_BYTES = {"sm_80": 96 << 10, "sm_89": 64 << 10, "sm_90": 128 << 10, "sm_100": 128 << 10, "gfx942": 32 << 10}
+ATTENTION_BYTES = {
+    "sm_80": 96 << 10,
+    "sm_89": 64 << 10,
+    "sm_90": 128 << 10,
+    "sm_100": 128 << 10,
+    "gfx942": 32 << 10,
+}
 
 
 def attention_tile(chip: str, heads: int, P: int, Pv: int, itemsize: int, *, prompt: bool) -> AttentionTile:

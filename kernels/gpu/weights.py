@@ -103,6 +103,8 @@ class ExpertLayout:
     activation: str
     has_bias: bool
     operand: torch.dtype
+    alpha: float = 1.0
+    limit: float = float("inf")
 
     @property
     def inner_rows(self) -> int:
@@ -177,18 +179,23 @@ def pack_expert(
     *,
     format: str = AS_STORED,
     activation: str = "swiglu",
+    alpha: float = 1.0,
+    limit: float | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> ExpertWeight:
-    """Pack one expert: gate and up [F, D], down [D, F]; biases [F], [F], [D]. "relu" has no gate.
+    """Pack one expert: gate and up [F, D], down [D, F]; biases [F], [F], [D]. "relu" has no gate; `alpha` and `limit`
+    belong to "clamped_swiglu".
 
     Strided weights are welcome: gate and up that lie row by row in turn (gpt_oss) come as `both[0::2]` and `both[1::2]`.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: found {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
     if (gate is None) != (activation == "relu"):
-        raise ValueError(f"gate: found {None if gate is None else list(gate.shape)} for activation {activation!r}")
+        raise ValueError(
+            f"gate: found {None if gate is None else list(gate.shape)} for activation {activation!r}"
+        )
     F, D = up.shape
     inner = [up] if gate is None else [gate, up]
     for name, weight, shape in (("gate", inner[0], (F, D)), ("down", down, (D, F))):
@@ -196,9 +203,10 @@ def pack_expert(
             raise ValueError(f"{name}: found {list(weight.shape)}, expected {list(shape)}")
     format = _format(up, format)
     has_bias = any(bias is not None for bias in (gate_bias, up_bias, down_bias))
-    layout = ExpertLayout(D, F, format, activation, has_bias, _operand(up, format))
+    highest = float("inf") if limit is None else limit
+    layout = ExpertLayout(D, F, format, activation, has_bias, _operand(up, format), alpha, highest)
     codes = [quantise(weight.detach(), format) for weight in (*inner, down)]
-    return _fill(layout, codes, [bias for bias in (gate_bias, up_bias)][-len(inner) :], down_bias, up.device)
+    return _fill(layout, codes, [gate_bias, up_bias][-len(inner) :], down_bias, up.device)
 
 
 def pack_mxfp4_expert(
@@ -206,6 +214,8 @@ def pack_mxfp4_expert(
     down: tuple[Tensor, Tensor],
     *,
     activation: str = "clamped_swiglu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
     inner_biases: Sequence[Tensor | None] = (None, None),
     down_bias: Tensor | None = None,
 ) -> ExpertWeight:
@@ -215,7 +225,8 @@ def pack_mxfp4_expert(
     """
     F, num_groups, _ = inner[0][0].shape
     has_bias = any(bias is not None for bias in (*inner_biases, down_bias))
-    layout = ExpertLayout(num_groups * GROUP, F, "mxfp4", activation, has_bias, torch.bfloat16)
+    D = num_groups * GROUP
+    layout = ExpertLayout(D, F, "mxfp4", activation, has_bias, torch.bfloat16, alpha, limit)
     codes = [from_mxfp4(*weight) for weight in (*inner, down)]
     return _fill(layout, codes, list(inner_biases), down_bias, down[0].device)
 
@@ -275,21 +286,10 @@ class ExpertBank:
     `drop` run on the stream that computes; what a launched kernel reads stays until it has run.
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        D: int,
-        F: int,
-        *,
-        alpha: float = 1.702,
-        limit: float = 7.0,
-        device: torch.device | str = "cuda",
-    ) -> None:
+    def __init__(self, num_experts: int, D: int, F: int, *, device: torch.device | str = "cuda") -> None:
         self.num_experts = num_experts
         self.D = D
         self.F = F
-        self.alpha = alpha
-        self.limit = limit
         self.layout: ExpertLayout | None = None  # of the first expert; all others must share it
         self.addresses = torch.zeros(num_experts, dtype=torch.int64, device=device)
         """Where each expert's buffer begins; 0: not resident."""
@@ -312,11 +312,15 @@ class ExpertBank:
                 f"expert: found D={expert.D}, F={expert.F}, expected D={self.D}, F={self.F} of this bank"
             )
         if self.layout is not None and expert.layout != self.layout:
-            raise ValueError(f"expert: packed as {expert.layout}, expected {self.layout} as the others in this bank")
+            raise ValueError(
+                f"expert: packed as {expert.layout}, expected {self.layout} as the others in this bank"
+            )
         step = NIBBLE_BLOCK if expert.format in NIBBLE_FORMATS else 16  # loads stay whole
         whole = (begin, count) == (0, self.F)
         ends_well = begin + count == self.F or (begin + count) % step == 0
-        if not whole and not (0 <= begin < begin + count <= self.F and begin % step == 0 and ends_well and self.F % 16 == 0):
+        if not whole and not (
+            0 <= begin < begin + count <= self.F and begin % step == 0 and ends_well and self.F % 16 == 0
+        ):
             raise ValueError(
                 f"slice: found rows {begin} to {begin + count}, expected multiples of {step} within 0 to {self.F}"
             )

@@ -22,9 +22,9 @@ def make_bank(random, device, experts, E, D, F, *, activation="swiglu", format="
     for expert_id in experts:
         up, down = random(F, D) * D**-0.5, random(D, F) * F**-0.5
         gate = None if activation == "relu" else random(F, D) * D**-0.5
-        biases = {}
+        biases = {"alpha": 1.702, "limit": 1.5} if activation == "clamped_swiglu" else {}
         if bias:
-            biases = {"up_bias": random(F), "down_bias": random(D)}
+            biases |= {"up_bias": random(F), "down_bias": random(D)}
             if gate is not None:
                 biases["gate_bias"] = random(F)
         expert = kernels_gpu.pack_expert(gate, up, down, format=format, activation=activation, **biases)

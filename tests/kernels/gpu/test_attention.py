@@ -29,7 +29,9 @@ def rows_of(chosen, device):
 
 
 @pytest.mark.parametrize("H, G, P, Pv, options, shared", OPTIONS)
-def test_decode_and_prompt_rows_attend_to_what_they_may_see(random, close, device, H, G, P, Pv, options, shared):
+def test_decode_and_prompt_rows_attend_to_what_they_may_see(
+    random, close, device, H, G, P, Pv, options, shared
+):
     k_pages, v_pages, tables = make_pages(random, device, LENGTHS, G, P, Pv, shared=shared)
     options = options | ({"sinks": random(H)} if "sinks" in options else {})
     request, position, requests, positions = rows_of(
@@ -52,11 +54,13 @@ def test_decode_and_prompt_rows_attend_to_what_they_may_see(random, close, devic
     close(found, expected)
 
 
-def test_attention_is_the_references(random, close, reference, device):
-    k_pages, v_pages, tables = make_pages(random, device, [40, 3], 2, 16, 16)
+@pytest.mark.parametrize("options", [{}, {"window": 9}, {"sinks": True}, {"soft_cap": 2.0}])
+def test_attention_is_the_references(random, close, reference, device, options):
+    k_pages, v_pages, tables = make_pages(random, device, [40, 3], 2, 16, 20)
     k_pages, v_pages = k_pages.nan_to_num(), v_pages.nan_to_num()
     _, _, requests, positions = rows_of([(0, [39, 10]), (1, [2])], device)
     q = random(3, 4, 16)
+    options = options | ({"sinks": random(4)} if "sinks" in options else {})
     expected = ops.paged_attention(
         q.cpu(),
         k_pages.transpose(2, 3).contiguous().cpu(),  # there tokens are the lanes of keys
@@ -65,9 +69,11 @@ def test_attention_is_the_references(random, close, reference, device):
         requests.cpu(),
         positions.cpu(),
         0.25,
+        **{name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items()},
     )
-    close(gpu.paged_attention(q, k_pages, v_pages, tables, requests, positions, 0.25).cpu(), expected)
-    truth = plain.paged_attention(q, k_pages, v_pages, tables, requests, positions, 0.25)
+    found = gpu.paged_attention(q, k_pages, v_pages, tables, requests, positions, 0.25, **options)
+    close(found.cpu(), expected)
+    truth = plain.paged_attention(q, k_pages, v_pages, tables, requests, positions, 0.25, **options)
     close(truth.cpu(), expected)
 
 

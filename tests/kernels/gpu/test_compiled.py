@@ -12,8 +12,19 @@ from kernels.gpu.tiles import SHARED_BYTES, TARGETS
 
 PROCESSES = 2
 PARTS = 2  # of a target's cases, so that two processes end together
-FEW = ("linear bfloat16 few", "linear bfloat16 more", "inner swiglu bfloat16 few", "down swiglu bfloat16 more")
-ONE_INSTRUCTION = (*FEW, "inner swiglu int8 few", "linear int4 few", "linear int4 more", "attention 128 decode")
+FEW = (
+    "linear bfloat16 few",
+    "linear bfloat16 more",
+    "inner swiglu bfloat16 few",
+    "down swiglu bfloat16 more",
+)
+ONE_INSTRUCTION = (
+    *FEW,
+    "inner swiglu int8 few",
+    "linear int4 few",
+    "linear int4 more",
+    "attention 128 decode",
+)
 
 
 def faults(target, part):
@@ -46,20 +57,22 @@ def findings(tmp_path_factory):
         PROCESSES, mp_context=get_context("spawn"), initializer=compiled.use_cache, initargs=(cache,)
     ) as pool:
         found = dict.fromkeys(TARGETS, ([], set()))
-        for (target, _), (wrong, instructions) in zip(jobs, pool.map(faults, *zip(*jobs, strict=True)), strict=True):
+        for (target, _), (wrong, instructions) in zip(
+            jobs, pool.map(faults, *zip(*jobs, strict=True)), strict=True
+        ):
             found[target] = (found[target][0] + wrong, found[target][1] | instructions)
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)  # 90 s on two free cores
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_kernel_spills_or_takes_more_memory_than_the_chip_has(findings, target):
     assert findings[target][0] == []
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)  # 90 s on two free cores
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_must_not_depend_on_the_batch_has_one_matrix_instruction(findings, target):
     expected = {"v_mfma_f32_16x16x16_bf16"} if target == "gfx942" else {"mma.sync.aligned.m16n8k16"}

@@ -82,7 +82,15 @@ def test_embed_is_the_dequantised_row(random, format):
 def test_rows_go_through_their_experts(random, close, device, activation, format):
     experts = [0, 1, 3]
     bank = make_bank(
-        random, device, experts, 4, 96, 72, activation=activation, format=format, bias=activation == "clamped_swiglu"
+        random,
+        device,
+        experts,
+        4,
+        96,
+        72,
+        activation=activation,
+        format=format,
+        bias=activation == "clamped_swiglu",
     )
     x, rows = random(5, 96) * 3, random.integers(5, (19,))
     ids = torch.tensor(experts, device=device).int()[random.integers(3, (19,)).long()]
@@ -90,12 +98,20 @@ def test_rows_go_through_their_experts(random, close, device, activation, format
     close(found, plain.grouped_ffn(x, rows, ids, bank), OPERAND.get(format, torch.bfloat16))
 
 
-def test_experts_are_the_references(random, close, reference, device):
+@pytest.mark.parametrize("activation", ["swiglu", "geglu_tanh", "clamped_swiglu", "relu"])
+def test_experts_are_the_references(random, close, reference, device, activation):
     bank, same = gpu.ExpertBank(3, 32, 24, device=device), ops.ExpertBank(3, 32, 24)
     for expert_id in range(3):
         weights = [random(24, 32), random(24, 32), random(32, 24)]
-        bank.set(expert_id, gpu.pack_expert(*weights))
-        same.set(expert_id, ops.pack_expert(*(weight.cpu() for weight in weights)))
+        options = {"up_bias": random(24), "down_bias": random(32)}
+        if activation == "relu":
+            weights[0] = None
+        elif activation == "clamped_swiglu":
+            options |= {"gate_bias": random(24), "alpha": 1.702, "limit": 0.7}
+        bank.set(expert_id, gpu.pack_expert(*weights, activation=activation, **options))
+        there = [None if weight is None else weight.cpu() for weight in weights]
+        options = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        same.set(expert_id, ops.pack_expert(*there, activation=activation, **options))
     x, rows, ids = random(4, 32) / 8, random.integers(4, (9,)), random.integers(3, (9,))
     expected = ops.grouped_ffn(x.cpu(), rows.cpu(), ids.cpu(), same)
     close(gpu.grouped_ffn(x, rows, ids, bank).cpu(), expected)
@@ -131,7 +147,9 @@ def test_an_absent_expert_is_named_and_the_bank_goes_on(random, device):
     assert bank.resident == (0,)
 
 
-@pytest.mark.parametrize("format, cuts", [("bfloat16", (0, 32, 48, 96)), ("int4", (0, 64, 96)), ("mxfp4", (0, 64, 96))])
+@pytest.mark.parametrize(
+    "format, cuts", [("bfloat16", (0, 32, 48, 96)), ("int4", (0, 64, 96)), ("mxfp4", (0, 64, 96))]
+)
 def test_the_slices_of_an_expert_add_up_to_it(random, close, device, format, cuts):
     whole = make_bank(random, device, [0], 1, 64, 96, format=format, bias=True)
     sliced = gpu.ExpertBank(len(cuts) - 1, 64, 96, device=device)
@@ -155,11 +173,13 @@ def test_a_slice_must_lie_on_whole_blocks(random, device):
 def test_weights_that_lie_in_turn_are_told_apart_when_packed(random, close, device):
     both, down = random(2 * 48, 64), random(64, 48)
     bank = gpu.ExpertBank(1, 64, 48, device=device)
-    bank.set(0, gpu.pack_expert(both[0::2], both[1::2], down, activation="clamped_swiglu"))
+    bank.set(
+        0, gpu.pack_expert(both[0::2], both[1::2], down, activation="clamped_swiglu", alpha=1.702, limit=0.2)
+    )
     x = random(2, 64) / 8
     zero = torch.zeros(2, dtype=torch.int32, device=device)
     gate, up = (x.double() @ part.double().T for part in (both[0::2], both[1::2]))
-    inner = plain.activate(gate, up, "clamped_swiglu", 1.702, 7.0)
+    inner = plain.activate(gate, up, "clamped_swiglu", 1.702, 0.2)
     found = gpu.grouped_ffn(x, torch.arange(2, device=device).int(), zero, bank)
     close(found, inner @ down.double().T)
 

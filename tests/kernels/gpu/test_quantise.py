@@ -25,7 +25,9 @@ def test_packing_loses_no_more_than_its_bound(format, N, K):
     weight = random(N, K)
     found = gpu.dequantised_linear(gpu.pack_linear(weight, format=format))
     assert found.shape == weight.shape
-    assert (found - weight).norm() <= max(ERROR[format], 0.2 if N == 1 and format == "mxfp4" else 0) * weight.norm()
+    assert (found - weight).norm() <= max(
+        ERROR[format], 0.2 if N == 1 and format == "mxfp4" else 0
+    ) * weight.norm()
 
 
 @pytest.mark.parametrize("format", ERROR)
@@ -70,7 +72,9 @@ def test_a_checkpoints_mxfp4_is_taken_bit_for_bit():
 
 def test_every_part_of_an_expert_begins_on_a_line_and_none_overlap():
     for format in quantise.FORMATS:
-        layout = gpu.pack_expert(random(40, 72), random(40, 72), random(72, 40), format=format, up_bias=random(40)).layout
+        layout = gpu.pack_expert(
+            random(40, 72), random(40, 72), random(72, 40), format=format, up_bias=random(40)
+        ).layout
         ends = 0
         for name, (offset, shape, dtype) in layout.sections.items():
             assert offset % 256 == 0 and offset >= ends, name

@@ -21,24 +21,36 @@ def test_rms_norm_is_the_references(random, close, reference):
 
 @pytest.mark.parametrize(
     "P, turned, interleaved, has_weight",
-    [(32, 16, False, True), (32, 8, False, True), (32, 16, True, False), (24, 12, True, True), (40, 16, False, False)],
+    [
+        (32, 16, False, True),
+        (32, 8, False, True),
+        (32, 16, True, False),
+        (24, 12, True, True),
+        (40, 16, False, False),
+    ],
 )
 def test_heads_are_normed_and_turned_in_place(random, close, P, turned, interleaved, has_weight):
     wide, weight = random(5, 4, P), random(P) if has_weight else None
     x = wide[:, :3]  # the last head belongs to somebody else
     cos, sin, positions = random(9, turned), random(9, turned), random.integers(9, (5,))
-    expected, untouched = plain.head_norm_rope(x, weight, 1e-6, cos, sin, positions, interleaved), wide[:, 3].clone()
+    expected, untouched = (
+        plain.head_norm_rope(x, weight, 1e-6, cos, sin, positions, interleaved),
+        wide[:, 3].clone(),
+    )
     gpu.head_norm_rope(x, weight, 1e-6, cos, sin, positions, interleaved=interleaved)
     close(x, expected)
     assert torch.equal(wide[:, 3], untouched)
 
 
-def test_turned_heads_are_the_references(random, close, reference):
+@pytest.mark.parametrize("interleaved, turned", [(False, 16), (True, 16), (False, 12), (True, 8)])
+def test_turned_heads_are_the_references(random, close, reference, interleaved, turned):
     x, weight, positions = random(4, 2, 32), random(32), random.integers(20, (4,))
-    cos, sin = ops.rope_table(20, 32, 1e4)
+    cos, sin = random(20, turned), random(20, turned)
     expected = x.cpu().clone()
-    ops.head_norm_rope(expected, weight.cpu(), 1e-6, cos, sin, positions.cpu())
-    gpu.head_norm_rope(x, weight, 1e-6, cos.to(x.device), sin.to(x.device), positions)
+    ops.head_norm_rope(
+        expected, weight.cpu(), 1e-6, cos.cpu(), sin.cpu(), positions.cpu(), interleaved=interleaved
+    )
+    gpu.head_norm_rope(x, weight, 1e-6, cos, sin, positions, interleaved=interleaved)
     close(x.cpu(), expected)
 
 
@@ -58,20 +70,28 @@ def test_the_gate_chooses_and_weighs(random, close, options, E, k):
     logits = random(11, E)
     logits[3, 5] = logits[3, 9] = 7.0  # a tie: the lowest id first
     logits[4] = 0.0
-    drawn = {name: random(E) if value is True and name != "renormalise" else value for name, value in options.items()}
+    drawn = {
+        name: random(E) if value is True and name != "renormalise" else value
+        for name, value in options.items()
+    }
     ids, weights = gpu.gate_topk(logits, k, **drawn)
     expected_ids, expected_weights = plain.gate_topk(logits, k, **drawn)
     assert torch.equal(ids.long(), expected_ids)
     close(weights, expected_weights)
 
 
-def test_the_gate_is_the_references(random, close, reference):
-    logits = random(6, 17)
-    for renormalise in (True, False):
-        ids, weights = gpu.gate_topk(logits, 3, renormalise=renormalise)
-        expected = ops.gate_topk(logits.cpu(), 3, renormalise=renormalise)
-        assert torch.equal(ids.cpu(), expected[0])
-        close(weights.cpu(), expected[1])
+@pytest.mark.parametrize("options", GATES)
+def test_the_gate_is_the_references(random, close, reference, options):
+    logits = random(6, 16)
+    drawn = {
+        name: random(16) if value is True and name != "renormalise" else value
+        for name, value in options.items()
+    }
+    there = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in drawn.items()}
+    ids, weights = gpu.gate_topk(logits, 3, **drawn)
+    expected_ids, expected_weights = ops.gate_topk(logits.cpu(), 3, **there)
+    assert torch.equal(ids.cpu(), expected_ids)
+    close(weights.cpu(), expected_weights)
 
 
 def test_a_bias_picks_and_does_not_weigh(random, device):
@@ -137,7 +157,9 @@ def test_keys_and_values_go_to_their_slots_and_padding_nowhere(random, device):
 def test_copied_blocks_are_equal_and_others_stay(random, device):
     pages = random(6, 2, 16, 8)
     before = pages.clone()
-    gpu.kv_copy(pages, *(torch.tensor(blocks, dtype=torch.int32, device=device) for blocks in ([0, 3], [5, 1])))
+    gpu.kv_copy(
+        pages, *(torch.tensor(blocks, dtype=torch.int32, device=device) for blocks in ([0, 3], [5, 1]))
+    )
     assert torch.equal(pages[[5, 1]], before[[0, 3]])
     assert torch.equal(pages[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
 
