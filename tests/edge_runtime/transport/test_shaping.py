@@ -1,4 +1,8 @@
-"""Shaped links over real sockets. Never early is exact; how late is allowed is said where it is asked."""
+"""Shaped links over real sockets.
+
+Never early is exact and asked of every attempt; how late is allowed is said where it is asked, of the best attempt, since
+the machine may be busy with others.
+"""
 
 import threading
 
@@ -67,32 +71,47 @@ class Ends:
             each.close()
 
 
+ATTEMPTS = 100
+
+
+def best(attempt, good):
+    """The lowest of what up to 100 attempts give; ends at the first that is at most `good`."""
+    lowest = float("inf")
+    for _ in range(ATTEMPTS):
+        lowest = min(lowest, attempt())
+        if lowest <= good:
+            break
+    return lowest
+
+
 def megabyte():
     rows, pairs = numpy.zeros((1000, 250), numpy.float32), numpy.zeros(1, numpy.int32)
     return expert_call()[0], (rows, pairs, pairs)
 
 
 def test_a_megabyte_at_100_mbit_takes_as_long_as_on_the_wire():
-    """Ideal: 80 ms on the wire and 5 ms of delay. Never less; at best 1 ms more."""
+    """Ideal: 80 ms on the wire and 5 ms of delay. At best 1 ms more."""
     message, tensors = megabyte()
     num_bytes = sum(memoryview(frame).nbytes for frame in encode(message, tensors=tensors))
     ideal_s = num_bytes * 8 / 100e6 + 0.005
     with Ends(n1=Link(delay_s=0.005, rate_bps=100e6)) as ends:
         channel = ends.channel()
-        late_s = []
-        for _ in range(5):
+
+        def late_s():
             began = CLOCK.now()
             assert channel.send(message, tensors=tensors, ttl_s=1.0)
             assert ends.server.receive(SOON_S)
-            late_s.append(CLOCK.now() - began - ideal_s)
-    assert min(late_s) >= 0
-    assert min(late_s) < 0.001, late_s
+            late_s = CLOCK.now() - began - ideal_s
+            assert late_s >= 0
+            return late_s
+
+        assert best(late_s, 0.001) <= 0.001
 
 
 def test_a_small_round_trip_takes_two_delays():
-    """Ideal: 4 ms. Never less; at best 0.5 ms more."""
+    """Ideal: 4 ms. At best 1 ms more: two threads share one interpreter here."""
     with Ends(n1=Link(delay_s=0.002)) as ends:
-        channel, took_s = ends.channel(), []
+        channel = ends.channel()
         stop = threading.Event()
 
         def answer():
@@ -100,24 +119,29 @@ def test_a_small_round_trip_takes_two_delays():
                 if received := ends.server.receive(0.02):
                     ends.server.send(received[0], Welcome("n5"), call_id=received[1].call_id)
 
-        thread = threading.Thread(target=answer)
-        thread.start()
-        for _ in range(20):
+        def late_s():
             began = CLOCK.now()
             channel.request(Hello("n1"), Welcome, SOON_S)
-            took_s.append(CLOCK.now() - began)
-        stop.set()
-        thread.join()
-    assert min(took_s) >= 0.004
-    assert min(took_s) < 0.0045, took_s
+            late_s = CLOCK.now() - began - 0.004
+            assert late_s >= 0
+            return late_s
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            assert best(late_s, 0.001) <= 0.001
+        finally:
+            stop.set()
+            thread.join()
 
 
 def test_many_messages_come_at_the_rate_of_the_link():
-    """10 MB at 200 Mbit/s: the rate is met within 3 percent, and never passed."""
+    """10 MB at 200 Mbit/s: within 3 percent of the rate, and never above it."""
     rows = numpy.zeros((50, 250), numpy.float32)
     with Ends(n1=Link(delay_s=0.001, rate_bps=200e6)) as ends:
-        channel, rates = ends.channel(), []
-        for _ in range(3):
+        channel = ends.channel()
+
+        def missing_share():
             num_bytes, began = 0, CLOCK.now()
             for _ in range(200):
                 frames = encode(ExpertReply(0), tensors=(rows,))
@@ -125,9 +149,11 @@ def test_many_messages_come_at_the_rate_of_the_link():
                 assert channel.send_frames(frames)
             for _ in range(200):
                 assert ends.server.receive(SOON_S)
-            rates.append(num_bytes * 8 / (CLOCK.now() - began - 0.001))
-    assert max(rates) <= 200e6
-    assert max(rates) > 0.97 * 200e6, rates
+            missing_share = 1 - num_bytes * 8 / (CLOCK.now() - began - 0.001) / 200e6
+            assert missing_share >= 0
+            return missing_share
+
+        assert best(missing_share, 0.03) <= 0.03
 
 
 def test_jitter_and_losses_keep_the_order():
@@ -163,18 +189,20 @@ def test_a_cut_delivers_nothing_and_heals():
 
 
 def test_a_timed_cut_heals_by_itself():
-    """Never before its time; at best 2 ms after it."""
-    late_s = []
+    """Never before its time; at best 1 ms after it."""
     with Ends() as ends:
         channel = ends.channel()
-        for _ in range(5):
+
+        def late_s():
             began = CLOCK.now()
             ends.change("n1", "n5", cut_s=0.03)
             assert channel.send(Stop())
             assert ends.server.receive(SOON_S)
-            late_s.append(CLOCK.now() - began - 0.03)
-    assert min(late_s) >= 0
-    assert min(late_s) < 0.002, late_s
+            late_s = CLOCK.now() - began - 0.03
+            assert late_s >= 0
+            return late_s
+
+        assert best(late_s, 0.001) <= 0.001
 
 
 def test_a_cut_of_one_direction_lets_the_other_pass():
