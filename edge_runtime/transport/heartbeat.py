@@ -69,6 +69,11 @@ def looked(beats: Beats, now: float, rule: BeatRule) -> Beats:
     return Beats(beats.heard_s, True, beats.since_s) if liveness(beats, now, rule) == "lost" else beats
 
 
+def given_up(beats: Beats) -> Beats:
+    """It is lost for another reason than its silence: its connection ended."""
+    return Beats(beats.heard_s, is_lost=True)
+
+
 def liveness(beats: Beats, now: float, rule: BeatRule) -> Liveness:
     """What a look at this moment finds."""
     silent_s = now - beats.heard_s

@@ -8,6 +8,7 @@ from edge_runtime.transport.heartbeat import (
     BeatRule,
     Beats,
     beat_rule,
+    given_up,
     heard,
     liveness,
     looked,
@@ -43,6 +44,14 @@ def test_a_lost_peer_returns_after_three_beats_without_a_gap():
         found += states(beats, now)
     assert found == ["lost", "lost", "alive"]
     assert beats == Beats(14.0)
+
+
+def test_a_peer_given_up_before_its_silence_showed_returns_in_the_same_way():
+    beats, found = given_up(Beats(0.0)), []
+    for now in (0.5, 1.5, 2.5):
+        beats = heard(beats, now, RULE)
+        found += states(beats, now)
+    assert found == ["lost", "lost", "alive"]
 
 
 def test_a_gap_in_its_return_starts_it_over():
