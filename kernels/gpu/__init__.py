@@ -16,7 +16,7 @@ from kernels.gpu.dispatch import dispatch, dispatch_on_device
 from kernels.gpu.gate_topk import gate_topk
 from kernels.gpu.grouped_ffn import grouped_ffn
 from kernels.gpu.kv_blocks import kv_copy, kv_write, new_pages
-from kernels.gpu.linear import embed, linear
+from kernels.gpu.linear import embed, linear, linear_heads
 from kernels.gpu.paged_attention import (
     AttentionPlan,
     attention_plan,
@@ -26,15 +26,19 @@ from kernels.gpu.paged_attention import (
 )
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.rope import head_norm_rope
+from kernels.gpu.soft_cap import soft_cap
 from kernels.gpu.weights import (
     ExpertBank,
     ExpertWeight,
+    HeadsWeight,
     LinearWeight,
     dequantised_expert,
     dequantised_linear,
     pack_expert,
     pack_linear,
+    pack_linear_heads,
     pack_linear_rows,
+    pack_mxfp4_expert,
 )
 
 NAME = "triton"
@@ -43,6 +47,7 @@ __all__ = [
     "AttentionPlan",
     "ExpertBank",
     "ExpertWeight",
+    "HeadsWeight",
     "LinearWeight",
     "NAME",
     "attention_plan",
@@ -59,12 +64,16 @@ __all__ = [
     "kv_copy",
     "kv_write",
     "linear",
+    "linear_heads",
     "mxfp4",
     "new_pages",
     "pack_expert",
     "pack_linear",
+    "pack_linear_heads",
     "pack_linear_rows",
+    "pack_mxfp4_expert",
     "paged_attention",
     "prompt_rows",
     "rms_norm",
+    "soft_cap",
 ]

@@ -31,6 +31,7 @@ from kernels.gpu.paged_attention import attention_kernel, merge_kernel
 from kernels.gpu.quantise import GROUP, SCALE_DTYPE, value_dtype
 from kernels.gpu.rms_norm import norm_warps, rms_norm_kernel
 from kernels.gpu.rope import head_norm_rope_kernel
+from kernels.gpu.soft_cap import BLOCK, soft_cap_kernel
 from kernels.gpu.tile_table import BLOCK_R, tile_table_kernel
 from kernels.gpu.tiles import (
     INSTRUCTION,
@@ -367,6 +368,7 @@ def row_cases(target: str) -> Iterator[Case]:
         {"x_ptr": "*fp32"},
         norm_warps(4096),
     )
+    yield Case("soft_cap", soft_cap_kernel, {"BLOCK": BLOCK}, {"x_ptr": "*fp32"})
     for name, interleaved, turned in (("128", False, 64), ("interleaved part", True, 32)):
         yield Case(
             f"head_norm_rope {name}",

@@ -1,4 +1,4 @@
-"""linear and embed in Triton. Defined by kernels.reference.linear."""
+"""linear, linear_heads and embed in Triton. Defined by kernels.reference.linear."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.gpu.product import load_scale, multiply, unpack_nibble
 from kernels.gpu.quantise import GROUP
 from kernels.gpu.tiles import launch_options, operand_dtype, product_tile, target
-from kernels.gpu.weights import LinearWeight
+from kernels.gpu.weights import HeadsWeight, LinearWeight
 
 EMBED_COLUMNS = 1024
 
@@ -23,8 +23,11 @@ def linear_kernel(
     T,
     N,
     K,
+    num_rows,  # rows of the weight: N, or N of each head
     x_stride,
     out_stride,
+    x_head_stride,
+    out_head_stride,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -35,7 +38,10 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # Row tiles turn fastest: those that share outputs find the weight in the cache.
+    # Row tiles turn fastest: those that share outputs find the weight in the cache. A head has its own N rows of the weight.
+    head = tl.program_id(2)
+    x_ptr += head.to(tl.int64) * x_head_stride
+    out_ptr += head.to(tl.int64) * out_head_stride
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = m < T
@@ -47,9 +53,9 @@ def linear_kernel(
         in_rows,
         w_ptr,
         scale_ptr,
-        n,
+        head * N + n,
         in_n,
-        N,
+        num_rows,
         K,
         0,
         K,
@@ -115,16 +121,32 @@ def linear(
     x and the unpacked weight are rounded to the weight's operand dtype; a float32 weight keeps float32 (a gate's logits
     should). With `prompt` the largest tiles are taken; bits may then differ from those of decode rows.
     """
-    T, N, K = len(x), w.num_outputs, w.num_inputs
+    T, N = len(x), w.num_outputs
     if out is None:
         if add:
             raise ValueError("out: found None, expected the residual to add to")
         out = torch.empty(T, N, dtype=x.dtype, device=x.device)
+    _launch(x, w, 1, bias, out, add, prompt)
+    return out
+
+
+def linear_heads(x: Tensor, w: HeadsWeight, *, out: Tensor | None = None, prompt: bool = False) -> Tensor:
+    """Each head of x [T, H, K] times its own matrix, transposed: [T, H, N], in one launch. Heads may be strided."""
+    if out is None:
+        out = torch.empty(len(x), w.num_heads, w.num_outputs, dtype=x.dtype, device=x.device)
+    _launch(x, w.stacked, w.num_heads, None, out, False, prompt)
+    return out
+
+
+def _launch(
+    x: Tensor, w: LinearWeight, heads: int, bias: Tensor | None, out: Tensor, add: bool, prompt: bool
+) -> None:
+    T, N, K = len(x), w.num_outputs // heads, w.num_inputs
     if T == 0:
-        return out
+        return
     chip = target(x.device)
-    tile = product_tile(chip, T, N, K, w.format, experts=False, prompt=prompt)
-    linear_kernel[(triton.cdiv(T, tile.BLOCK_M), triton.cdiv(N, tile.BLOCK_N))](
+    tile = product_tile(chip, T, w.num_outputs, K, w.format, experts=False, prompt=prompt)
+    linear_kernel[(triton.cdiv(T, tile.BLOCK_M), triton.cdiv(N, tile.BLOCK_N), heads)](
         x,
         w.values,
         w.scales if w.scales is not None else w.values,
@@ -133,8 +155,11 @@ def linear(
         T,
         N,
         K,
+        w.num_outputs,
         x.stride(0),
         out.stride(0),
+        x.stride(1) if heads > 1 else 0,
+        out.stride(1) if heads > 1 else 0,
         HAS_BIAS=bias is not None,
         ADD=add,
         FORMAT=w.format,
@@ -146,7 +171,6 @@ def linear(
         BLOCK_K=tile.BLOCK_K,
         **launch_options(chip, tile.num_warps, tile.num_stages),
     )
-    return out
 
 
 def embed(token_ids: Tensor, w: LinearWeight, *, out: Tensor | None = None) -> Tensor:

@@ -88,6 +88,35 @@ def pack_linear_rows(weights: Sequence[Tensor], *, format: str = AS_STORED) -> L
     return LinearWeight(N, K, format, values, scales, _operand(weights[0], format))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadsWeight:
+    """One matrix [N, K] per head, stacked by rows: the products of latent attention."""
+
+    num_heads: int
+    stacked: LinearWeight
+
+    @property
+    def num_outputs(self) -> int:
+        return self.stacked.num_outputs // self.num_heads
+
+    @property
+    def num_inputs(self) -> int:
+        return self.stacked.num_inputs
+
+    @property
+    def format(self) -> str:
+        return self.stacked.format
+
+    @property
+    def nbytes(self) -> int:
+        return self.stacked.nbytes
+
+
+def pack_linear_heads(weights: Tensor, *, format: str = AS_STORED) -> HeadsWeight:
+    """Pack one matrix per head, weights [H, N, K] of any strides."""
+    return HeadsWeight(len(weights), pack_linear_rows(list(weights), format=format))
+
+
 def dequantised_linear(w: LinearWeight) -> Tensor:
     """What a packed weight stands for: float32 [N, K]."""
     return dequantise(Codes(w.values, w.scales), w.num_inputs, w.format)

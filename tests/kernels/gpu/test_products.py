@@ -71,6 +71,15 @@ def test_q_k_and_v_stacked_are_three_products(random, close):
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_heads_have_a_matrix_each(random, close, format):
+    x, weights = random(5, 4, 70)[:, 1:], random(3, 20, 70)
+    w = gpu.pack_linear_heads(weights, format=format)
+    each = gpu.dequantised_linear(w.stacked).double().view(3, 20, 70)
+    expected = torch.einsum("thk,hnk->thn", x.double(), each)
+    close(gpu.linear_heads(x, w), expected, OPERAND.get(format, torch.bfloat16))
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_embed_is_the_dequantised_row(random, format):
     w = gpu.pack_linear(random(50, 70), format=format)
     ids = torch.tensor([49, 0, 7, 7], dtype=torch.int32, device=w.values.device)

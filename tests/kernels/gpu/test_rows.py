@@ -54,6 +54,14 @@ def test_turned_heads_are_the_references(random, close, reference, interleaved, 
     close(x.cpu(), expected)
 
 
+def test_capped_logits_are_the_references(random, close, reference):
+    x = random(3, 70) * 40
+    expected = x.cpu().clone()
+    ops.soft_cap(expected, 30.0)
+    gpu.soft_cap(x, 30.0)
+    close(x.cpu(), expected)
+
+
 GATES = [
     {"renormalise": True},
     {"renormalise": False, "scale": 16.0},
