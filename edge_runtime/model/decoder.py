@@ -5,6 +5,7 @@ and no node; `AttentionBatch` says where each row stands.
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +24,11 @@ from edge_runtime.model.attention import (
 )
 from edge_runtime.model.gate import gate, gate_options
 from edge_runtime.model.layers import LayerWeights, Trunk
-from edge_runtime.model.moe import ExpertPort, Missing, joined
-from edge_runtime.model.spec import AttentionSpec, LayerSpec, ModelSpec
+from edge_runtime.model.moe import Beside, ExpertPort, Missing, joined
+from edge_runtime.model.spec import LayerSpec, ModelSpec
 from kernels import ops
+
+INT32_BUFFERS = ("counting", "zeros", "expert_ids")
 
 
 class _Layer(NamedTuple):
@@ -42,8 +45,9 @@ class _StepRows(NamedTuple):
 
     hidden: Tensor  # [T, D]
     x: Tensor  # [T, D], what attention reads, then what the experts read
-    attention: dict[AttentionSpec, AttentionRows | LatentRows]
+    attention: dict[int, AttentionRows | LatentRows]  # by layer; layers of one kind share them
     gate_logits: Tensor  # [T, E]
+    chosen: tuple[Tensor, Tensor]  # expert ids [T, K] int32 and gate weights [T, K] of the layer at hand
     slots: Tensor  # [T, K] int32, 0 .. T*K - 1
     expert_out: Tensor  # [T*K, D]
     dense_out: Tensor  # [T, D]
@@ -72,11 +76,14 @@ class Decoder:
             index: _layer(spec.layers[index], weights, (pages.k(index), pages.v(index)))
             for index, weights in enumerate(trunk.layers, trunk.first_layer)
         }
-        self._buffers = {name: torch.empty(max_rows, n) for name, n in row_floats(spec).items()}
-        num_columns = max((layer.gate.top_k for layer in spec.layers if layer.gate), default=0)
-        self._num_columns = num_columns
-        self._counting = torch.arange(max_rows * max(num_columns, 1), dtype=torch.int32)
-        self._zeros = torch.zeros(max_rows, dtype=torch.int32)
+        self._buffers = {
+            name: torch.empty(max_rows, n, dtype=torch.int32 if name in INT32_BUFFERS else torch.float32)
+            for name, n in row_numbers(spec).items()
+        }
+        counting = self._buffers["counting"].view(-1)
+        torch.arange(len(counting), dtype=torch.int32, out=counting)
+        self._buffers["zeros"].zero_()
+        self._num_columns = self._buffers["expert_ids"].shape[1]
         self._logits = torch.empty(0, spec.vocab_size)
         self._step_rows: dict[int, _StepRows] = {}
 
@@ -107,7 +114,7 @@ class Decoder:
             rows.x,
             hidden if normed is None else rows.branch,
             batch,
-            rows.attention[spec.attention],
+            rows.attention[layer],
             pages=pages,
             norm_eps=eps,
             add=normed is None,
@@ -123,7 +130,7 @@ class Decoder:
         if weights.gate.norm is not None:
             read = ops.rms_norm(hidden, weights.gate.norm, eps, out=rows.side)
         expert_ids, gate_weights = gate(
-            spec.gate, weights.gate, read, logits=rows.gate_logits, options=chosen_by
+            spec.gate, weights.gate, read, logits=rows.gate_logits, out=rows.chosen, options=chosen_by
         )
         return rows.x, expert_ids, gate_weights
 
@@ -149,9 +156,8 @@ class Decoder:
         elif weights.dense_norm is not None:
             missing = self._experts_beside_dense(layer, hidden, x, expert_ids, gate_weights, port)
         else:
-            if weights.dense is not None:
-                self._dense(weights, x, rows)
-            missing = self._experts(layer, hidden, x, expert_ids, gate_weights, port)
+            beside = None if weights.dense is None else partial(self._dense, weights, x, rows)
+            missing = self._experts(layer, hidden, x, expert_ids, gate_weights, port, beside)
         if weights.shared_gate is not None:
             self._add_gated(weights, hidden, x, rows)
         elif weights.dense is not None:
@@ -188,10 +194,10 @@ class Decoder:
         """dense_out = the dense MLP of the residual plus the experts' sum, each behind a norm of its own."""
         rows, weights, eps = self._rows(hidden.shape[0]), self._layers[layer].weights, self.spec.norm_eps
         ops.rms_norm(hidden, weights.dense_norm, eps, out=rows.side)
-        self._dense(weights, rows.side, rows)
-        ops.rms_norm(rows.dense_out, weights.dense_out_norm, eps, out=rows.dense_out)
         routed = rows.branch.zero_()
-        missing = self._experts(layer, routed, x, expert_ids, gate_weights, port)
+        beside = partial(self._dense, weights, rows.side, rows)
+        missing = self._experts(layer, routed, x, expert_ids, gate_weights, port, beside)
+        ops.rms_norm(rows.dense_out, weights.dense_out_norm, eps, out=rows.dense_out)
         rows.dense_out.add_(ops.rms_norm(routed, weights.routed_out_norm, eps, out=routed))
         return missing
 
@@ -203,10 +209,12 @@ class Decoder:
         expert_ids: Tensor,
         gate_weights: Tensor,
         port: ExpertPort,
+        beside: Beside,
     ) -> Missing | None:
-        """out [T, D] += the weighted sum of what the routed experts give for x."""
+        """out [T, D] += the weighted sum of what the routed experts give for x; `beside` runs while they are awaited."""
         rows = self._rows(x.shape[0])
-        missing = port.run(layer, x, expert_ids, rows.expert_out)
+        arguments = layer, x, expert_ids, rows.expert_out
+        missing = port.run(*arguments) if beside is None else port.run(*arguments, beside)
         slots = rows.slots
         if missing is not None:
             slots = slots.clone()
@@ -267,35 +275,44 @@ class Decoder:
             raise ValueError(f"a step of {num_rows} rows, but buffers for {self.max_rows}")
         part = {name: buffer[:num_rows] for name, buffer in self._buffers.items()}
         num_slots = num_rows * self._num_columns
-        specs = {layer.spec.attention for layer in self._layers.values()}
-        scratch = self._buffers["attention"].view(-1)
+        scratch, counting = self._buffers["attention"].view(-1), self._buffers["counting"].view(-1)
+        by_spec = {
+            spec: attention_rows(spec, scratch, num_rows)
+            for spec in {layer.spec.attention for layer in self._layers.values()}
+        }
         return _StepRows(
             hidden=part["hidden"],
             x=part["x"],
-            attention={spec: attention_rows(spec, scratch, num_rows) for spec in specs},
+            attention={index: by_spec[layer.spec.attention] for index, layer in self._layers.items()},
             gate_logits=part["gate_logits"],
-            slots=self._counting[:num_slots].view(num_rows, self._num_columns),
+            chosen=(part["expert_ids"], part["gate_weights"]),
+            slots=counting[:num_slots].view(num_rows, self._num_columns),
             expert_out=part["expert_out"].view(num_slots, self.spec.width),
             dense_out=part["dense_out"],
             side=part["side"],
             branch=part["branch"],
-            rows=self._counting[:num_rows],
-            zeros=self._zeros[:num_rows],
+            rows=counting[:num_rows],
+            zeros=self._buffers["zeros"].view(-1)[:num_rows],
         )
 
 
-def row_floats(spec: ModelSpec) -> dict[str, int]:
-    """Float32 numbers per row of each buffer of a step, whatever range of layers is run."""
+def row_numbers(spec: ModelSpec) -> dict[str, int]:
+    """Numbers of 4 bytes per row of each buffer of a step, whatever range of layers is run."""
     D, layers = spec.width, spec.layers
     gates = [layer.gate for layer in layers if layer.gate]
     has_dense = any(layer.gate is None or layer.shared or layer.parallel_dense for layer in layers)
     has_side = any(layer.parallel_dense or (layer.gate and layer.gate.reads_residual) for layer in layers)
+    num_columns = max((gate.top_k for gate in gates), default=0)
     return {
         "hidden": D,
         "x": D,
+        "counting": max(num_columns, 1),
+        "zeros": 1,
+        "expert_ids": num_columns,
+        "gate_weights": num_columns,
         "attention": max(attention_floats(layer.attention) for layer in layers),
         "gate_logits": max((gate.num_experts for gate in gates), default=0),
-        "expert_out": D * max((gate.top_k for gate in gates), default=0),
+        "expert_out": D * num_columns,
         "dense_out": D if has_dense else 0,
         "side": D if has_side else 0,
         "branch": D if any(layer.output_norms or layer.parallel_dense for layer in layers) else 0,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from edge_runtime.model.architectures.table import Packing, Part, layer_packings
 from edge_runtime.model.build import dense_spec, packed_format
 from edge_runtime.model.checkpoint import Checkpoint
-from edge_runtime.model.decoder import row_floats
+from edge_runtime.model.decoder import row_numbers
 from edge_runtime.model.rope import rope_table_bytes
 from edge_runtime.model.spec import ExpertSpec, KVShape
 from kernels.packing import ITEM_BYTES, KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
@@ -46,10 +46,21 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
         head_is_tied=spec.tied_head,
         block_tokens=KV_BLOCK_TOKENS,
         table_bytes=rope_table_bytes(spec, context_tokens),
-        row_workspace_bytes=sum(row_floats(spec).values()) * FLOAT32_BYTES,
+        row_workspace_bytes=sum(row_numbers(spec).values()) * FLOAT32_BYTES,
         request_workspace_bytes=spec.vocab_size * FLOAT32_BYTES,
         expert_row_workspace_bytes=(1 + num_columns) * spec.width * FLOAT32_BYTES,
+        width=spec.width,
+        top_k=num_columns,
+        weight_item_bytes=_item_bytes(checkpoint),
     )
+
+
+def _item_bytes(checkpoint: Checkpoint) -> float:
+    """Stored bytes of one number of an expert, or of the embedding where there are no experts."""
+    moe_layers = checkpoint.spec.moe_layers
+    parts = checkpoint.expert_parts(ExpertId(moe_layers[0], 0)) if moe_layers else []
+    parts = parts or [checkpoint.table.part("embed")]
+    return sum(map(checkpoint.stored_bytes, parts)) / sum(math.prod(part.shape) for part in parts)
 
 
 def kv_token_bytes(shape: KVShape) -> int:

@@ -26,18 +26,20 @@ def gate(
     x: Tensor,
     *,
     logits: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose each row's experts.
 
     x        [T, D] float32, what the layer's norm gave, or the gate's own
     logits   [T, E] float32, written: the scores before the softmax
+    out      where ids and weights go
     options  what `gate_options` gave, for callers in a hurry
     returns  expert_ids [T, K] int32, best first, and gate_weights [T, K] float32
     """
     options = gate_options(spec, weights) if options is None else options
     ops.linear(x, weights.weight, bias=weights.bias, out=logits)
-    return ops.gate_topk(logits, spec.top_k, renormalise=spec.renormalise, **options)
+    return ops.gate_topk(logits, spec.top_k, renormalise=spec.renormalise, out=out, **options)
 
 
 def gate_options(spec: GateSpec, weights: GateWeights) -> dict[str, Any]:

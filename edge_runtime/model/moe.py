@@ -3,7 +3,7 @@
 An `ExpertPort` may be this node's own experts or those of many; the layer does not know. Knows no socket.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 from kernels import ops
 from kernels.ops import ExpertBank, ExpertWeight
 from topology.ids import ExpertId
+
+Beside = Callable[[], None] | None
+"""Work that needs no reply and is done while replies are on their way."""
 
 
 class Missing(NamedTuple):
@@ -38,12 +41,15 @@ class ExpertPort(Protocol):
     host_names: list[str]
     """This node first, then whoever else computes."""
 
-    def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
+    def run(
+        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
+    ) -> Missing | None:
         """Fill `out` with each slot's unweighted expert output; say which slots stay unfilled.
 
         x            [T, D] float32
         expert_ids   [T, K] int32
         out          [T*K, D] float32; out[t*K + j] is expert expert_ids[t, j] applied to x[t]
+        beside       work of the layer's own (a shared expert), called once: while others compute, if others do
         """
 
 
@@ -120,8 +126,12 @@ class LocalExperts:
         self._store = store
         self._rows: dict[tuple[int, int], Tensor] = {}  # (T, K) -> [T*K] int32, the row of each slot
 
-    def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
+    def run(
+        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
+    ) -> Missing | None:
         """See ExpertPort."""
+        if beside is not None:
+            beside()
         flat = expert_ids.view(-1)
         bank = self._store.bank(layer)
         if bank is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from edge_runtime.clock import Clock
 from edge_runtime.errors import PeerError, Refusal
-from edge_runtime.model.moe import ExpertStore, LocalExperts, Missing
+from edge_runtime.model.moe import Beside, ExpertStore, LocalExperts, Missing
 from edge_runtime.node.peer_link import PeerLink
 from edge_runtime.protocol import Envelope, ExpertCall, ExpertReply
 from edge_runtime.transport.calls import PeerCalls, Pending
@@ -139,7 +139,9 @@ class PlacedExperts:
         for link in self._links:
             link.close()
 
-    def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
+    def run(
+        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
+    ) -> Missing | None:
         """See ExpertPort. x [T, D] float32, expert_ids [T, K] int32, out [T*K, D] float32.
 
         A slot whose peer fails goes to another host of the expert within the same deadline. What no living host
@@ -148,13 +150,13 @@ class PlacedExperts:
         if self._is_local[layer]:
             self._served_by = None
             began = self._clock.now()
-            missing = self._local.run(layer, x, expert_ids, out)
+            missing = self._local.run(layer, x, expert_ids, out, beside)
             self.times.local += self._clock.now() - began
             return missing
         deadline = self._clock.now() + self._deadline_s
         self._served_by = self._table_numpy[layer][expert_ids.numpy()]
         served_by = self._served_by.reshape(-1)
-        failed = self._run_once(layer, x, expert_ids, out, deadline)
+        failed = self._run_once(layer, x, expert_ids, out, deadline, beside)
         flat = expert_ids.reshape(-1)
         num_columns = expert_ids.shape[1]
         missing: list[Tensor] = []
@@ -180,7 +182,13 @@ class PlacedExperts:
         return Missing(slots, self._explain(layer, flat[slots])) if len(slots) else None
 
     def _run_once(
-        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, deadline: float
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        out: Tensor,
+        deadline: float,
+        beside: Beside = None,
     ) -> Tensor | None:
         """Call every host once. Returns the flat slots [n] int64 that stay unfilled, None if none does.
 
@@ -204,6 +212,8 @@ class PlacedExperts:
         ]
         pending = self._send(layer, x.numpy(), called, tensors, deadline) if called else None
         sent_at = now()
+        if beside is not None:
+            beside()
         out_rows = out.numpy()
         num_local = offsets[1]
         if num_local:

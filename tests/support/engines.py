@@ -21,7 +21,7 @@ from edge_runtime.model.build import load_experts, load_trunk
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.layers import Trunk
-from edge_runtime.model.moe import ExpertStore, Missing
+from edge_runtime.model.moe import Beside, ExpertStore, Missing
 from edge_runtime.model.sampling import Sampler
 from edge_runtime.node.remote import PlacedExperts
 from tests.support.decoders import all_experts
@@ -84,9 +84,11 @@ class Lacking:
     def served_by(self) -> object:
         return self._port.served_by()
 
-    def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
+    def run(
+        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
+    ) -> Missing | None:
         self.last_run = layer, expert_ids
-        missing = self._port.run(layer, x, expert_ids, out)
+        missing = self._port.run(layer, x, expert_ids, out, beside)
         slots = (expert_ids.reshape(-1) == self._expert).nonzero().view(-1)
         if layer != self._layer or self._steps < self._from_step or not len(slots):
             return missing

@@ -102,3 +102,12 @@ def test_a_layer_of_which_nothing_is_held_is_missing_whole():
     _, missing = run(LocalExperts(store((1, 0))), 2, torch.randn(2, D), torch.tensor([[0, 3], [3, 1]]).int())
     assert missing.slots.tolist() == [0, 1, 2, 3]
     assert missing.why == "this node does not hold layer 2 experts 0, 1, 3"
+
+
+@pytest.mark.parametrize("held", [range(E), (0, 3), ()])
+def test_what_runs_beside_the_experts_runs_once_whatever_is_held(held):
+    calls = []
+    port = LocalExperts(store(*((1, i) for i in held)))
+    ids = torch.tensor([[0, 5], [3, 0]], dtype=torch.int32)
+    port.run(1, torch.randn(2, D), ids, torch.empty(4, D), lambda: calls.append(1))
+    assert calls == [1]

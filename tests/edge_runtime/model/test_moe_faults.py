@@ -10,7 +10,7 @@ from torch import Tensor
 from edge_runtime.model.build import load_experts
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.gate import GateWeights, gate
-from edge_runtime.model.moe import LocalExperts, Missing
+from edge_runtime.model.moe import Beside, LocalExperts, Missing
 from edge_runtime.model.spec import GateSpec
 from kernels import backends, ops
 from tests.support.decoders import Sequences, all_experts
@@ -45,9 +45,11 @@ class Watched(LocalExperts):
         super().__init__(store)
         self.chosen: dict[int, Tensor] = {}
 
-    def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
+    def run(
+        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
+    ) -> Missing | None:
         self.chosen[layer] = expert_ids.clone()
-        return super().run(layer, x, expert_ids, out)
+        return super().run(layer, x, expert_ids, out, beside)
 
 
 def watched(checkpoint: Checkpoint, pieces: list[tuple[int, list[int]]]) -> tuple[list[Tensor], Watched]:
@@ -201,7 +203,11 @@ class Split:
             for node, name in enumerate(self.host_names)
         ]
 
-    def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
+    def run(
+        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
+    ) -> Missing | None:
+        if beside is not None:
+            beside()
         came = torch.zeros(expert_ids.numel(), dtype=torch.int32)
         for port in self._ports:
             part = torch.empty_like(out)
@@ -276,8 +282,10 @@ def test_numbers_that_are_not_finite_are_told_of_by_layer_expert_and_node(family
     wrong = int(port.chosen[layer][0, 0])
 
     class Broken(Watched):
-        def run(self, at: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
-            missing = super().run(at, x, expert_ids, out)
+        def run(
+            self, at: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
+        ) -> Missing | None:
+            missing = super().run(at, x, expert_ids, out, beside)
             if at == layer:
                 out[expert_ids.view(-1) == wrong] = torch.nan
             return missing
