@@ -35,6 +35,7 @@ FORMATS = {"bf16": ("as_stored", "bf16"), "int8": ("int8", "q8_0"), "int4": ("in
 GGUF_FOLDER = Path.home() / ".cache" / "edge-runtime" / "gguf"
 STREAM_BYTES_MAX = 1 << 30
 STREAM_S = 0.3
+PART_STEPS = 16
 KV_TOKENS = 4096
 MEMORY_SPARE_BYTES = 1 << 30
 KV_ITEM_BYTES = {OWN: 4.0}
@@ -101,6 +102,8 @@ class Result:
     """engine -> title of a cell -> what one step (or the prompt) costs."""
     distinct_experts: dict[str, float] = field(default_factory=dict)
     """Title of a cell -> experts of a layer that a decode step reads, as counted in our engine."""
+    step_us: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Title of a cell -> part of our engine's step -> microseconds of processor time."""
     load_average: list[float] = field(default_factory=list)
 
 
@@ -164,7 +167,7 @@ def measure(
             say(f"{sitting.model.name} {format}, {threads} threads: round {turn} of {sitting.rounds}")
         for engine in engines:
             if isinstance(engine, WorkerEngine) and engine.name == OWN:
-                result.distinct_experts = _distinct(engine, cells, corpus)
+                _note_parts(engine, result, corpus)
         result.costs = {
             engine.name: _costs(engine, format, sizes, cells, result.distinct_experts, sitting.steps)
             for engine in engines
@@ -190,13 +193,18 @@ class Stream:
         return passes * self._buffer.nbytes / (spent / self._threads)
 
 
-def _distinct(engine: WorkerEngine, cells: Sequence[Cell], corpus: Corpus) -> dict[str, float]:
-    found = {}
-    for cell in cells:
+def _note_parts(engine: WorkerEngine, result: Result, corpus: Corpus) -> None:
+    """Ask our engine what its decode steps are made of."""
+    for cell in result.cells:
         if cell.kind == "decode":
-            order = {"do": "parts", "prompts": corpus.prompts(cell.requests, cell.tokens, 1), "steps": 8}
-            found[cell.title] = float(engine.ask(order)["distinct_experts"])
-    return found
+            order = {
+                "do": "parts",
+                "prompts": corpus.prompts(cell.requests, cell.tokens, 1),
+                "steps": PART_STEPS,
+            }
+            found = engine.ask(order)
+            result.distinct_experts[cell.title] = found["distinct_experts"]
+            result.step_us[cell.title] = found["step_us"]
 
 
 def _costs(

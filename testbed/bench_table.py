@@ -39,6 +39,13 @@ def tables(result: Result) -> str:
         *_grid(FLOOR_HEAD, _floor_rows(result)),
         "",
     ]
+    if result.step_us:
+        parts = list(next(iter(result.step_us.values())))
+        rows = [
+            [title, *(f"{by_part[part]:.0f}" for part in parts)] for title, by_part in result.step_us.items()
+        ]
+        lines += ["Our step by part, microseconds of processor time:", ""]
+        lines += [*_grid(["cell", *parts], rows), ""]
     lines += [f"- {name}: {version}" for name, version in result.versions.items()]
     lines += [f"- without {name}: {why}" for name, why in result.left_out.items()]
     return "\n".join(lines)
@@ -150,6 +157,7 @@ def as_json(results: Sequence[Result]) -> list[Mapping[str, Any]]:
                 for engine, by_cell in result.costs.items()
             },
             "distinct_experts": result.distinct_experts,
+            "step_us": result.step_us,
             "stream_bps": result.stream_bps,
             "peak_flops": result.peak_flops,
             "load_average": result.load_average,

@@ -1,12 +1,13 @@
 """Our own engine in one process and without sockets: what a node of the given topology file loads, stepped by hand."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from edge_runtime.clock import SystemClock
 from edge_runtime.coordinator.deploy import deploy_for
 from edge_runtime.engine.engine import Engine
 from edge_runtime.engine.request import Request, SamplingParams
@@ -21,6 +22,18 @@ from testbed.peers.worker import Moment, Took, moment, serve
 from topology.files import read_cluster
 from topology.placement import plan_placement
 
+STEP_PARTS = ("plan", "rows", "attention", "experts", "head", "sample")
+
+
+class _Clock:
+    """Real seconds, or this process's processor time where parts of a step are compared."""
+
+    def __init__(self) -> None:
+        self.now = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError("an engine that is stepped by hand never waits")
+
 
 class OwnRunner:
     """The engine of a cluster's only node."""
@@ -30,6 +43,7 @@ class OwnRunner:
         (node,) = cluster.nodes
         torch.set_num_threads(node.threads)
         backends.set_num_threads(node.threads)
+        self._clock = _Clock()
         checkpoint = Checkpoint.open(cluster.model)
         sizes = footprint(checkpoint, context_tokens=cluster.context_tokens)
         deploy = deploy_for(
@@ -41,13 +55,14 @@ class OwnRunner:
             None,
             identity=Hello(node=node.name),
             keys=None,
-            clock=SystemClock(),
+            clock=self._clock,
             progress=quiet,
         )
         assert share.engine is not None, "the only node of a cluster runs the whole model"
         self._engine: Engine = share.engine
         said = backends.describe()
         self._num_requests = 0
+        self._times_at_start: dict[str, float] = {}
         self.facts = {
             "version": f"edge-runtime, {said['backend']} {said['isa'] or ''}".strip(),
             "expert_bytes": share.store.nbytes,
@@ -68,7 +83,9 @@ class OwnRunner:
                     break
             else:
                 started.update(output.request_id for output in outputs)
-                began = now if len(started) == len(prompts) else None
+                if len(started) == len(prompts):
+                    self._times_at_start = asdict(self._engine.runner.times)
+                    began = moment()
         for name in names:
             self._engine.abort(name)
         return Took(began, now, tokens)
@@ -85,13 +102,19 @@ class OwnRunner:
         runner = self._engine.runner
         counting = _Counting(runner.port)  # type: ignore[attr-defined]
         runner.port = counting  # type: ignore[attr-defined]
-        try:
-            self.decode(order["prompts"], order["steps"])
-        finally:
-            runner.port = counting.port  # type: ignore[attr-defined]
+        self.decode(order["prompts"], order["steps"])
+        runner.port = counting.port  # type: ignore[attr-defined]
+        self._clock.now = process_time
+        self.decode(order["prompts"], order["steps"])
+        self._clock.now = perf_counter
+        before, after = self._times_at_start, asdict(runner.times)
+        num_steps = after["steps"] - before["steps"]
         rows = len(order["prompts"])
         found = [distinct for num_rows, distinct in counting.seen if num_rows == rows]
-        return {"distinct_experts": sum(found) / max(1, len(found))}
+        return {
+            "distinct_experts": sum(found) / max(1, len(found)),
+            "step_us": {part: (after[part] - before[part]) / num_steps * 1e6 for part in STEP_PARTS},
+        }
 
     def _submit(self, prompts: Sequence[list[int]], tokens: int) -> list[str]:
         names = []

@@ -132,6 +132,7 @@ def some_result():
     }
     result.costs = {"own": {"decode 1": Cost(40e6, 1e6), "prefill 511": Cost(1e6, 511 * 40e6)}}
     result.distinct_experts = {"decode 1": 4.0}
+    result.step_us = {"decode 1": {"plan": 10.4, "experts": 600.0}}
     result.versions = {"own": "ours", "a": "theirs"}
     result.left_out = {"c": "not installed"}
     return result
@@ -160,6 +161,11 @@ def test_floors_say_what_limits_each_cell():
     rows = rows_of(tables(some_result()))
     assert ["decode 1", "own", "4.0", "40", "250", "80%", "0%", "bandwidth"] in rows
     assert ["prefill 511", "own", "all", "1", "2500", "0%", "80%", "arithmetic"] in rows
+
+
+def test_the_parts_of_our_step_have_a_table():
+    rows = rows_of(tables(some_result()))
+    assert rows[rows.index(["cell", "plan", "experts"]) + 2] == ["decode 1", "10", "600"]
 
 
 def test_every_table_is_whole_and_every_engine_accounted_for():
