@@ -14,13 +14,15 @@ from kernels import backends
 from kernels.activations import ACTIVATIONS, Activation
 from kernels.backends import set_num_threads
 from kernels.heads import HeadsWeight
-from kernels.packing import ITEM_BYTES, KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
+from kernels.packing import KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
 from kernels.reference.dispatch import Dispatched
+from kernels.reference.formats import MXFP4, Weight, stored_format
 from kernels.reference.gate_topk import SCORES, GateRule
 from kernels.reference.rope import rope_table
 from kernels.weights import ExpertBank, ExpertWeight, LinearWeight
 
 __all__ = [
+    "MXFP4",
     "Dispatched",
     "ExpertBank",
     "ExpertWeight",
@@ -97,34 +99,72 @@ def _vector(name: str, tensor: Tensor | None, length: int) -> None:
         _dense(name, tensor, F32, (length,))
 
 
-def _packed_dtype(name: str, weight: Tensor, format: str) -> torch.dtype:
-    """The dtype a weight is kept in: its own, or the one `format` names."""
-    stored = str(weight.dtype).removeprefix("torch.")
+def _packed_format(name: str, weight: Weight, format: str, operations: Sequence[str]) -> str:
+    """The format a weight is kept in: its own, or `format`. The operations it is for must have it."""
+    try:
+        stored = stored_format(weight)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     wanted = stored if format == AS_STORED else format
-    if stored not in ITEM_BYTES:
-        raise ValueError(f"{name}: found {stored}, expected one of {', '.join(ITEM_BYTES)}")
-    if wanted not in ITEM_BYTES:
-        raise ValueError(f"format: found {wanted!r}, expected {AS_STORED} or one of {', '.join(ITEM_BYTES)}")
-    return getattr(torch, wanted)
+    backend = backends.active()
+    lacking = [op for op in operations if wanted not in backend.FORMATS[op]]
+    if lacking:
+        raise ValueError(
+            f"format: found {wanted!r}, which {', '.join(lacking)} of the {backend.NAME} kernels lack, "
+            f"expected {AS_STORED} or one of {', '.join(backend.FORMATS[lacking[0]])}"
+        )
+    return wanted
 
 
-def pack_linear(weight: Tensor, *, format: str = AS_STORED) -> LinearWeight:
+def _check_weight(name: str, weight: Weight, like: Weight, shape: Sequence[int | str]) -> None:
+    """Check that a weight has this shape and is stored as the others are."""
+    fits = len(weight.shape) == 2 and all(
+        found == wanted or isinstance(wanted, str) for found, wanted in zip(weight.shape, shape, strict=True)
+    )
+    if isinstance(weight, MXFP4):
+        _check_mxfp4(name, weight)
+    if isinstance(weight, MXFP4) or isinstance(like, MXFP4):
+        if type(weight) is not type(like) or not fits:
+            wanted = ", ".join(str(size) for size in shape)
+            found = f"{type(weight).__name__} {list(weight.shape)}"
+            raise ValueError(
+                f"{name}: found {found}, expected [{wanted}] {type(like).__name__} as the others"
+            )
+    elif not fits or weight.dtype is not like.dtype:
+        raise _wrong(name, weight, like.dtype, shape)
+
+
+def _check_mxfp4(name: str, weight: MXFP4) -> None:
+    blocks, scales = weight
+    if (
+        scales.dim() != 2
+        or blocks.shape != (*scales.shape, 16)
+        or blocks.dtype is not torch.uint8
+        or scales.dtype is not torch.uint8
+    ):
+        found = f"blocks {list(blocks.shape)} {blocks.dtype}, scales {list(scales.shape)} {scales.dtype}"
+        wanted = "expected uint8 [N, K / 32, 16] and [N, K / 32]"
+        raise ValueError(f"{name}: found {found}, {wanted}".replace("torch.", ""))
+    if (scales == 255).any():
+        raise ValueError(f"{name}: found a scale of 255, which is no number, expected 0 to 254")
+
+
+def pack_linear(weight: Weight, *, format: str = AS_STORED) -> LinearWeight:
     """Pack a weight [N, K] as checkpoints hold it. `weight` may be released afterwards."""
     return pack_linear_rows([weight], format=format)
 
 
-def pack_linear_rows(weights: Sequence[Tensor], *, format: str = AS_STORED) -> LinearWeight:
+def pack_linear_rows(weights: Sequence[Weight], *, format: str = AS_STORED) -> LinearWeight:
     """Pack several weights [Ni, K] as one, rows one after another (q, k, v)."""
     if not weights:
         raise ValueError("weights: found none, expected at least one")
-    dtype = _packed_dtype("weights[0]", weights[0], format)
+    format = _packed_format("weights[0]", weights[0], format, ("linear", "embed"))
     K = weights[0].shape[-1]
     for i, weight in enumerate(weights):
-        if weight.dim() != 2 or weight.shape[1] != K or weight.dtype is not weights[0].dtype:
-            raise _wrong(f"weights[{i}]", weight, weights[0].dtype, ("rows", K))
+        _check_weight(f"weights[{i}]", weight, weights[0], ("rows", K))
     backend = backends.active()
-    N = sum(len(weight) for weight in weights)
-    return LinearWeight(N, K, str(dtype).removeprefix("torch."), backend.pack_rows(weights, dtype), backend)
+    N = sum(weight.shape[0] for weight in weights)
+    return LinearWeight(N, K, format, backend.pack_rows(weights, format), backend)
 
 
 def pack_linear_heads(weights: Tensor, *, format: str = AS_STORED) -> HeadsWeight:
@@ -136,9 +176,9 @@ def pack_linear_heads(weights: Tensor, *, format: str = AS_STORED) -> HeadsWeigh
 
 
 def pack_expert(
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
+    gate: Weight | None,
+    up: Weight,
+    down: Weight,
     *,
     format: str = AS_STORED,
     activation: str = "swiglu",
@@ -155,19 +195,18 @@ def pack_expert(
                 "clamped_swiglu"  (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-limit
                 "relu"            max(up, 0): two matrices, `gate` is None
     """
-    dtype = _packed_dtype("up", up, format)
+    format = _packed_format("up", up, format, ("grouped_ffn",))
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: found {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
     if (gate is None) != (activation == "relu"):
         found = "None" if gate is None else str(list(gate.shape))
         wanted = "None" if activation == "relu" else "[F, D]"
         raise ValueError(f"gate: found {found} with activation {activation!r}, expected {wanted}")
-    if up.dim() != 2:
-        raise _wrong("up", up, up.dtype, ("F", "D"))
+    _check_weight("up", up, up, ("F", "D"))
     F, D = up.shape
-    for name, weight, shape in (("gate", gate, (F, D)), ("down", down, (D, F))):
-        if weight is not None and (weight.shape != shape or weight.dtype is not up.dtype):
-            raise _wrong(name, weight, up.dtype, shape)
+    if gate is not None:
+        _check_weight("gate", gate, up, (F, D))
+    _check_weight("down", down, up, (D, F))
     for name, bias, length in (
         ("gate_bias", gate_bias, F),
         ("up_bias", up_bias, F),
@@ -180,8 +219,7 @@ def pack_expert(
     backend = backends.active()
     biases = (gate_bias, up_bias, down_bias)
     rule = Activation(activation, alpha, float("inf") if limit is None else limit)
-    handle = backend.pack_expert(gate, up, down, dtype, rule, biases)
-    format = str(dtype).removeprefix("torch.")
+    handle = backend.pack_expert(gate, up, down, format, rule, biases)
     has_biases = any(bias is not None for bias in biases)
     return ExpertWeight(D, F, format, handle, backend, gate is not None, has_biases)
 

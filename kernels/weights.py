@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernels.packing import ITEM_BYTES, packed_expert_bytes, packed_linear_bytes
+from kernels.packing import packed_expert_bytes, packed_linear_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -13,13 +13,13 @@ class LinearWeight:
     num_outputs: int
     num_inputs: int
     format: str
-    """`bfloat16`, `float16` or `float32`: how the values stand in memory. Products are always float32."""
+    """One of `kernels.packing.FORMATS`: how the values stand in memory. Products are always float32."""
     handle: Any = field(repr=False)
     backend: Any = field(repr=False)
 
     @property
     def nbytes(self) -> int:
-        return packed_linear_bytes(self.num_outputs, self.num_inputs, ITEM_BYTES[self.format])
+        return packed_linear_bytes(self.num_outputs, self.num_inputs, self.format)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,9 +37,7 @@ class ExpertWeight:
 
     @property
     def nbytes(self) -> int:
-        return packed_expert_bytes(
-            self.D, self.F, ITEM_BYTES[self.format], gated=self.gated, biases=self.has_biases
-        )
+        return packed_expert_bytes(self.D, self.F, self.format, gated=self.gated, biases=self.has_biases)
 
 
 class ExpertBank:

@@ -12,7 +12,7 @@ from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.decoder import row_numbers
 from edge_runtime.model.rope import rope_table_bytes
 from edge_runtime.model.spec import ExpertSpec, KVShape
-from kernels.packing import ITEM_BYTES, KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
+from kernels.packing import FORMATS, KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
 from topology.costs import ModelFootprint
 from topology.ids import ExpertId
 
@@ -36,7 +36,7 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
         experts_per_layer=max((gate.num_experts for gate in gates), default=0),
         expert_bytes={
             name: tuple(_expert_bytes(checkpoint, layer, name) for layer in range(spec.num_layers))
-            for name in ("as_stored", *ITEM_BYTES)
+            for name in ("as_stored", *FORMATS)
         },
         embed_bytes=_linear_bytes(checkpoint, [part("embed")]),
         head_bytes=final_norm + (0 if spec.tied_head else _linear_bytes(checkpoint, [part("head")])),
@@ -86,16 +86,16 @@ def _packing_bytes(checkpoint: Checkpoint, layer: int, packing: Packing) -> int:
         return _mlp_bytes(checkpoint, parts, dense_spec(spec), "as_stored")
     latent = spec.attention.latent
     assert latent is not None, "only latent attention has a matrix per head"
-    item = ITEM_BYTES[packed_format([checkpoint.stored_dtype(parts[0])], "as_stored")]
-    to_latent = packed_linear_bytes(latent.width, latent.plain_width, item)
-    from_latent = packed_linear_bytes(latent.value_width, latent.width, item)
+    stored = packed_format([checkpoint.stored_dtype(parts[0])], "as_stored")
+    to_latent = packed_linear_bytes(latent.width, latent.plain_width, stored)
+    from_latent = packed_linear_bytes(latent.value_width, latent.width, stored)
     return spec.attention.num_heads * (to_latent + from_latent)
 
 
 def _linear_bytes(checkpoint: Checkpoint, parts: Sequence[Part]) -> int:
     stored = packed_format([checkpoint.stored_dtype(part) for part in parts], "as_stored")
     num_outputs = sum(part.shape[0] for part in parts)
-    return packed_linear_bytes(num_outputs, parts[0].shape[1], ITEM_BYTES[stored])
+    return packed_linear_bytes(num_outputs, parts[0].shape[1], stored)
 
 
 def _expert_bytes(checkpoint: Checkpoint, layer: int, weight_format: str) -> int:
@@ -115,4 +115,4 @@ def _mlp_bytes(checkpoint: Checkpoint, parts: Sequence[Part], spec: ExpertSpec, 
     F, D = matrices[0].shape
     assert F == spec.width, "the first matrix of an MLP has its inner width"
     gated = spec.activation != "relu"
-    return packed_expert_bytes(D, F, ITEM_BYTES[stored], gated=gated, biases=spec.has_bias)
+    return packed_expert_bytes(D, F, stored, gated=gated, biases=spec.has_bias)

@@ -8,46 +8,53 @@ from torch import Tensor
 
 from kernels.activations import ACTIVATIONS, Activation
 from kernels.cpu import _native  # type: ignore[attr-defined]
+from kernels.packing import FORMATS as ALL_FORMATS
 from kernels.packing import LANES
 from kernels.reference.dispatch import Dispatched
+from kernels.reference.formats import Weight, encode
 from kernels.reference.grouped_ffn import Biases
 
 NAME = "native"
 CHECKS = True
-FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+FORMATS = dict.fromkeys(("linear", "embed", "grouped_ffn"), ALL_FORMATS)
+CODES = {"bfloat16": 0, "float16": 1, "float32": 2, "int8": 3, "int4": 4, "mxfp4": 5}  # table.h
 
 new_bank = _native.Bank
 _native.find_torch(torch, True)
 
 
-def _fill(panels: _native.PackedPanels, first: int, weight: Tensor, dtype: torch.dtype) -> None:
-    rows = weight.detach().to(dtype).contiguous()
-    panels.fill(first, rows.data_ptr(), len(rows))  # an address: bfloat16 is all the same to it
+def _fill(panels: _native.PackedPanels, first: int, weight: Weight, format: str) -> None:
+    """Encode and pack one weight; addresses go over: bfloat16 is all the same to them."""
+    encoded = encode(weight, format)
+    if isinstance(encoded, Tensor):
+        panels.fill(first, encoded.data_ptr(), len(encoded))
+    else:
+        panels.fill_codes(first, encoded.values.data_ptr(), encoded.scales.data_ptr(), encoded.shape[0])
 
 
-def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype) -> _native.PackedPanels:
-    N = sum(len(weight) for weight in weights)
-    panels = _native.PackedPanels(N, weights[0].shape[1], FORMATS[dtype])
+def pack_rows(weights: Sequence[Weight], format: str) -> _native.PackedPanels:
+    N = sum(weight.shape[0] for weight in weights)
+    panels = _native.PackedPanels(N, weights[0].shape[1], CODES[format])
     first = 0
     for weight in weights:
-        _fill(panels, first, weight, dtype)
-        first += len(weight)
+        _fill(panels, first, weight, format)
+        first += weight.shape[0]
     return panels
 
 
 def pack_expert(
-    gate: Tensor | None, up: Tensor, down: Tensor, dtype: torch.dtype, activation: Activation, biases: Biases
+    gate: Weight | None, up: Weight, down: Weight, format: str, activation: Activation, biases: Biases
 ) -> _native.PackedExpert:
     F, D = up.shape
     padded = -(-F // LANES) * LANES
     inner = [up] if gate is None else [gate, up]
-    gate_up = _native.PackedPanels(len(inner) * padded, D, FORMATS[dtype])
+    gate_up = _native.PackedPanels(len(inner) * padded, D, CODES[format])
     for i, weight in enumerate(inner):
-        _fill(gate_up, i * padded, weight, dtype)
+        _fill(gate_up, i * padded, weight, format)
     kind, alpha, limit = activation
     has_biases = any(bias is not None for bias in biases)
     expert = _native.PackedExpert(
-        gate_up, pack_rows([down], dtype), ACTIVATIONS.index(kind), alpha, limit, has_biases
+        gate_up, pack_rows([down], format), ACTIVATIONS.index(kind), alpha, limit, has_biases
     )
     for i, bias in enumerate((*biases[-1 - len(inner) : -1], biases[-1])):
         if bias is not None:

@@ -3,6 +3,7 @@
 Arguments are what `kernels.ops` checked; results go into `out`. The docstrings with shapes stand here once.
 """
 
+from kernels.packing import FORMATS as ALL_FORMATS
 from kernels.reference.combine import combine
 from kernels.reference.dispatch import dispatch
 from kernels.reference.gate_topk import gate_topk
@@ -15,6 +16,7 @@ from kernels.reference.rope import head_norm_rope
 
 CHECKS = False
 NAME = "reference"
+FORMATS = dict.fromkeys(("linear", "embed", "grouped_ffn"), ALL_FORMATS)
 
 
 def set_num_threads(threads: int) -> None:
@@ -27,6 +29,7 @@ def num_threads() -> int:
 
 __all__ = [
     "CHECKS",
+    "FORMATS",
     "NAME",
     "combine",
     "dispatch",

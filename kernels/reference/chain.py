@@ -3,6 +3,10 @@
 import torch
 from torch import Tensor
 
+from kernels.packing import GROUP
+from kernels.reference import int4, mxfp4
+from kernels.reference.formats import Codes
+
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c of float32 tensors, rounded once to float32.
@@ -18,6 +22,28 @@ def chain(x: Tensor, weight: Tensor) -> Tensor:
     total = torch.zeros(len(x), len(weight))
     for k in range(x.shape[1]):
         total = fma(x[:, k, None], weight[None, :, k], total)
+    return total
+
+
+def product(x: Tensor, weight: Tensor | Codes) -> Tensor:
+    """x [T, K] times an encoded weight [N, K] transposed: [T, N], the order of its sums as the format defines it.
+
+    floats       one chain over k
+    int8         one chain of the codes over k, times the output's scale
+    int4, mxfp4  a chain of the codes over each group of 32, from 0; a chain of scale times that over the groups
+    """
+    if isinstance(weight, Tensor):
+        return chain(x, weight.float())
+    if weight.format == "int8":
+        return chain(x, weight.values.float()) * weight.scales
+    if weight.format == "int4":
+        values, scales = int4.values(weight.values), weight.scales.float()
+    else:
+        values, scales = mxfp4.values(weight.values), mxfp4.powers(weight.scales)
+    total = torch.zeros(len(x), len(values))
+    for g, columns in enumerate(x.split(GROUP, dim=1)):
+        inside = chain(columns, values[:, g, : columns.shape[1]])
+        total = fma(scales[:, g], inside, total)
     return total
 
 

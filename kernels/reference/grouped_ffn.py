@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from kernels.activations import Activation
-from kernels.reference.chain import chain
+from kernels.reference.chain import product
+from kernels.reference.formats import Codes, Weight, encode, stacked
 
 Biases = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class PlainExpert(NamedTuple):
-    gate: Tensor | None
-    up: Tensor
-    down: Tensor
+    gate: Tensor | Codes | None
+    up: Tensor | Codes
+    down: Tensor | Codes
     activation: Activation
     biases: Biases
     """Of gate, up and down, float32."""
@@ -47,11 +48,12 @@ class PlainBank(dict[int, PlainExpert]):
 
 
 def pack_expert(
-    gate: Tensor | None, up: Tensor, down: Tensor, dtype: torch.dtype, activation: Activation, biases: Biases
+    gate: Weight | None, up: Weight, down: Weight, format: str, activation: Activation, biases: Biases
 ) -> PlainExpert:
-    gate, up, down = (w if w is None else w.detach().to(dtype).clone() for w in (gate, up, down))
+    plain_gate = None if gate is None else stacked([encode(gate, format)])
+    plain_up, plain_down = (stacked([encode(weight, format)]) for weight in (up, down))
     gate_bias, up_bias, down_bias = (b if b is None else b.detach().float().clone() for b in biases)
-    return PlainExpert(gate, up, down, activation, (gate_bias, up_bias, down_bias))
+    return PlainExpert(plain_gate, plain_up, plain_down, activation, (gate_bias, up_bias, down_bias))
 
 
 def new_bank(num_experts: int, D: int) -> PlainBank:
@@ -72,8 +74,8 @@ def activate(gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
     return (up + 1.0) * (gate / (1.0 + torch.exp(-alpha * gate)))
 
 
-def add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
-    return product if bias is None else product + bias
+def add_bias(finished: Tensor, bias: Tensor | None) -> Tensor:
+    return finished if bias is None else finished + bias
 
 
 def grouped_ffn(x: Tensor, rows: Tensor, expert_ids: Tensor, bank: PlainBank, out: Tensor) -> None:
@@ -84,14 +86,14 @@ def grouped_ffn(x: Tensor, rows: Tensor, expert_ids: Tensor, bank: PlainBank, ou
     expert_ids  [R]     int32; not resident: IndexError naming the id
     out         [R, D]  float32, in the order of `rows`
 
-    Gate, up and down [F, D], [F, D], [D, F] are widened to float32; every product is one chain over k, to which the bias
-    is added. The activations: see `ops.pack_expert`.
+    Gate, up and down are [F, D], [F, D], [D, F]; every product is summed as `chain.product` says, then the bias is added.
+    The activations: see `ops.pack_expert`.
     """
     bank.check(expert_ids, rows, len(x))
     for i, (row, expert_id) in enumerate(zip(rows.tolist(), expert_ids.tolist(), strict=True)):
         expert = bank[expert_id]
         gate_bias, up_bias, down_bias = expert.biases
         taken = x[row][None]
-        gate = None if expert.gate is None else add_bias(chain(taken, expert.gate.float()), gate_bias)
-        inner = activate(gate, add_bias(chain(taken, expert.up.float()), up_bias), expert.activation)
-        out[i] = add_bias(chain(inner, expert.down.float()), down_bias)[0]
+        gate = None if expert.gate is None else add_bias(product(taken, expert.gate), gate_bias)
+        inner = activate(gate, add_bias(product(taken, expert.up), up_bias), expert.activation)
+        out[i] = add_bias(product(inner, expert.down), down_bias)[0]

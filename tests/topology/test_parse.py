@@ -226,7 +226,7 @@ rtt = "5 ms"
         ('roles = ["experts"]', "roles = []", 14, "[[node]] attic: roles", "at least one of"),
         (
             'roles = ["experts"]',
-            'weight_format = "int4"',
+            'weight_format = "int3"',
             14,
             "[[node]] attic: weight_format",
             "use as_stored, bfloat16, float16",

@@ -16,14 +16,17 @@ from kernels.cpu.fallback.linear import embed, linear, linear_heads
 from kernels.cpu.fallback.paged_attention import paged_attention
 from kernels.cpu.fallback.rms_norm import rms_norm, soft_cap
 from kernels.cpu.fallback.rope import head_norm_rope
+from kernels.packing import FORMATS as ALL_FORMATS
 from kernels.reference.grouped_ffn import new_bank, pack_expert
 from kernels.reference.linear import new_heads, pack_rows
 
 CHECKS = False
 NAME = "torch"
+FORMATS = dict.fromkeys(("linear", "embed", "grouped_ffn"), ALL_FORMATS)
 
 __all__ = [
     "CHECKS",
+    "FORMATS",
     "NAME",
     "combine",
     "dispatch",

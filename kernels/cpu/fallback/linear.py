@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.cpu.fallback.tiles import product
+from kernels.reference.formats import Codes, decode
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:
+def linear(x: Tensor, weight: Tensor | Codes, bias: Tensor | None, out: Tensor, add: bool) -> None:
     # Widened for the call: a lasting float32 copy would double the memory.
-    finished = product(x, weight.float())
+    finished = product(x, decode(weight))
     if bias is not None:
         finished += bias
     if add:
@@ -18,13 +19,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: boo
         out.copy_(finished)
 
 
-def linear_heads(x: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
+def linear_heads(x: Tensor, weights: Sequence[Tensor | Codes], out: Tensor) -> None:
     for h, weight in enumerate(weights):
         linear(x[:, h], weight, None, out[:, h], False)
 
 
-def embed(token_ids: Tensor, weight: Tensor, out: Tensor) -> None:
+def embed(token_ids: Tensor, weight: Tensor | Codes, out: Tensor) -> None:
     ids = token_ids.long()
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(weight):
-        raise ValueError(f"token_ids: found {ids.tolist()}, expected 0 to {len(weight) - 1}")
-    out.copy_(weight[ids])
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < weight.shape[0]:
+        raise ValueError(f"token_ids: found {ids.tolist()}, expected 0 to {weight.shape[0] - 1}")
+    if isinstance(weight, Codes):
+        out.copy_(decode(weight._replace(values=weight.values[ids], scales=weight.scales[ids])))
+    else:
+        out.copy_(weight[ids])

@@ -3,21 +3,58 @@
 //
 // The lanes are outputs, so how rows and panels are tiled never changes a bit; only speed hangs on the tile sizes.
 
-struct Bf16Weights {
+// A format tells how its panels are read. Plain ones give two inputs of 16 outputs at a time.
+struct Plain {
+    static constexpr bool GROUPED = false;
+    static constexpr int HEADER = 0;  // bytes of a panel before its values
+    static inline V finish(V dot, const char*) { return dot; }
+};
+struct Bf16Weights : Plain {
     static constexpr int PAIR_BYTES = 64;
     static inline V even(const char* p) { return bf16_even(p); }
     static inline V odd(const char* p) { return bf16_odd(p); }
 };
-struct F16Weights {
+struct F16Weights : Plain {
     static constexpr int PAIR_BYTES = 64;
     static inline V even(const char* p) { return f16_lanes(p); }
     static inline V odd(const char* p) { return f16_lanes(p + 32); }
 };
-struct F32Weights {
+struct F32Weights : Plain {
     static constexpr int PAIR_BYTES = 128;
     static inline V even(const char* p) { return load((const float*)p); }
     static inline V odd(const char* p) { return load((const float*)(p + 64)); }
 };
+// The chain runs over the codes; the finished dot is scaled.
+struct Int8Weights : Plain {
+    static constexpr int PAIR_BYTES = 32, HEADER = 64;
+    static inline V even(const char* p) { return int8_lanes(p); }
+    static inline V odd(const char* p) { return int8_lanes(p + 16); }
+    static inline V finish(V dot, const char* panel) { return mul(dot, load((const float*)panel)); }
+};
+// Grouped ones give eight inputs of 16 outputs at a time. A chain over the codes of each group, from 0; its end times the
+// group's scale goes into the chain over groups.
+struct Int4Weights {
+    static constexpr bool GROUPED = true;
+    static constexpr int SCALE_BYTES = 32, PER_LINE = 2;
+    template <int C>
+    static inline V code(const char* p) { return int4_lanes<C>(p); }
+    static inline V scale(const char* p) { return f16_lanes(p); }
+};
+struct Mxfp4Weights {
+    static constexpr bool GROUPED = true;
+    static constexpr int SCALE_BYTES = 16, PER_LINE = 4;
+    template <int C>
+    static inline V code(const char* p) { return e2m1_lanes<C>(p); }
+    static inline V scale(const char* p) { return e8m0_lanes(p); }
+};
+template <class W>
+inline int64_t scale_at(int64_t g) {
+    return g / W::PER_LINE * (64 + W::PER_LINE * GROUP_BYTES) + g % W::PER_LINE * W::SCALE_BYTES;
+}
+template <class W>
+inline int64_t codes_at(int64_t g) {
+    return (g / W::PER_LINE + 1) * 64 + g * GROUP_BYTES;
+}
 
 // Rows x panels of accumulators that fit the registers: 32 zmm, 16 ymm (two per V), 32 NEON (four per V).
 #if defined(EDGE_AVX512)
@@ -44,6 +81,18 @@ struct Tile {
     bool add;
 };
 
+// One finished dot of 16 outputs on its way out.
+template <int PANELS>
+inline void put(const Tile& tile, int row, int panel, V dot) {
+    float* out = tile.out[row] + 16 * panel;
+    if (panel + 1 < PANELS || tile.last_lanes == 16) {
+        store(out, tile.add ? add(load(out), dot) : dot);
+    } else {
+        V before = tile.add ? load_part(out, tile.last_lanes) : zero();
+        store_part(out, tile.add ? add(before, dot) : dot, tile.last_lanes);
+    }
+}
+
 template <class W, int ROWS, int PANELS>
 __attribute__((noinline)) void dot_tile(const Tile& tile) {
     const float* x[ROWS];
@@ -52,7 +101,7 @@ __attribute__((noinline)) void dot_tile(const Tile& tile) {
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i) x[i] = tile.x[i];
 #pragma GCC unroll 8
-    for (int j = 0; j < PANELS; ++j) w[j] = tile.w[j];
+    for (int j = 0; j < PANELS; ++j) w[j] = tile.w[j] + W::HEADER;
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 8
@@ -93,32 +142,104 @@ __attribute__((noinline)) void dot_tile(const Tile& tile) {
     }
 
 #pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < PANELS; ++j) put<PANELS>(tile, i, j, W::finish(acc[i][j], tile.w[j]));
+}
+
+template <class W, int C, int ROWS, int PANELS>
+inline void code_step(V (&part)[ROWS][PANELS], const char* const (&w)[PANELS], int64_t at, const float* const (&x)[ROWS],
+                      int64_t k) {
+    V b[PANELS];
+#pragma GCC unroll 8
+    for (int j = 0; j < PANELS; ++j) b[j] = W::template code<C>(w[j] + at);
+#pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i) {
+        V a = set1(x[i][k + C]);
+#pragma GCC unroll 8
+        for (int j = 0; j < PANELS; ++j) part[i][j] = fma(a, b[j], part[i][j]);
+    }
+}
+
+template <class W, int ROWS, int PANELS>
+__attribute__((noinline)) void grouped_tile(const Tile& tile) {
+    const float* x[ROWS];
+    const char* w[PANELS];
+    V acc[ROWS][PANELS];
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i) x[i] = tile.x[i];
+#pragma GCC unroll 8
+    for (int j = 0; j < PANELS; ++j) w[j] = tile.w[j];
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < PANELS; ++j) acc[i][j] = zero();
+
+    const int64_t K = tile.K, ahead = tile.ahead;
+    for (int64_t g = 0; g * GROUP < K; ++g) {
+        V part[ROWS][PANELS];
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < PANELS; ++j) part[i][j] = zero();
+        int64_t at = codes_at<W>(g), k = g * GROUP;
+        const int64_t end = k + GROUP < K ? k + GROUP : K;
+        for (; k + 8 <= end; k += 8, at += 64) {
+            if constexpr (ROWS >= 2) {
+#pragma GCC unroll 8
+                for (int j = 0; j < PANELS; ++j) __builtin_prefetch(w[j] + at + ahead, 0, 2);
+            }
+            code_step<W, 0>(part, w, at, x, k);
+            code_step<W, 1>(part, w, at, x, k);
+            code_step<W, 2>(part, w, at, x, k);
+            code_step<W, 3>(part, w, at, x, k);
+            code_step<W, 4>(part, w, at, x, k);
+            code_step<W, 5>(part, w, at, x, k);
+            code_step<W, 6>(part, w, at, x, k);
+            code_step<W, 7>(part, w, at, x, k);
+        }
+        if (k < end) {  // the last columns of a width that 8 does not divide
+            code_step<W, 0>(part, w, at, x, k);
+            if (k + 1 < end) code_step<W, 1>(part, w, at, x, k);
+            if (k + 2 < end) code_step<W, 2>(part, w, at, x, k);
+            if (k + 3 < end) code_step<W, 3>(part, w, at, x, k);
+            if (k + 4 < end) code_step<W, 4>(part, w, at, x, k);
+            if (k + 5 < end) code_step<W, 5>(part, w, at, x, k);
+            if (k + 6 < end) code_step<W, 6>(part, w, at, x, k);
+        }
 #pragma GCC unroll 8
         for (int j = 0; j < PANELS; ++j) {
-            float* out = tile.out[i] + 16 * j;
-            if (j + 1 < PANELS || tile.last_lanes == 16) {
-                store(out, tile.add ? add(load(out), acc[i][j]) : acc[i][j]);
-            } else {
-                V before = tile.add ? load_part(out, tile.last_lanes) : zero();
-                store_part(out, tile.add ? add(before, acc[i][j]) : acc[i][j], tile.last_lanes);
-            }
+            const V scale = W::scale(w[j] + scale_at<W>(g));
+#pragma GCC unroll 8
+            for (int i = 0; i < ROWS; ++i) acc[i][j] = fma(scale, part[i][j], acc[i][j]);
         }
     }
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < PANELS; ++j) put<PANELS>(tile, i, j, acc[i][j]);
+}
+
+template <class W, int ROWS, int PANELS>
+inline void any_tile(const Tile& tile) {
+    if constexpr (W::GROUPED)
+        grouped_tile<W, ROWS, PANELS>(tile);
+    else
+        dot_tile<W, ROWS, PANELS>(tile);
 }
 
 template <class W, int ROWS>
 void dot_rows(int panels, const Tile& tile) {
     constexpr int MOST = panels_for(ROWS);
     switch (panels) {
-        case 1: dot_tile<W, ROWS, 1>(tile); break;
-        case 2: if constexpr (MOST >= 2) dot_tile<W, ROWS, 2>(tile); break;
-        case 3: if constexpr (MOST >= 3) dot_tile<W, ROWS, 3>(tile); break;
-        case 4: if constexpr (MOST >= 4) dot_tile<W, ROWS, 4>(tile); break;
-        case 5: if constexpr (MOST >= 5) dot_tile<W, ROWS, 5>(tile); break;
-        case 6: if constexpr (MOST >= 6) dot_tile<W, ROWS, 6>(tile); break;
-        case 7: if constexpr (MOST >= 7) dot_tile<W, ROWS, 7>(tile); break;
-        case 8: if constexpr (MOST >= 8) dot_tile<W, ROWS, 8>(tile); break;
+        case 1: any_tile<W, ROWS, 1>(tile); break;
+        case 2: if constexpr (MOST >= 2) any_tile<W, ROWS, 2>(tile); break;
+        case 3: if constexpr (MOST >= 3) any_tile<W, ROWS, 3>(tile); break;
+        case 4: if constexpr (MOST >= 4) any_tile<W, ROWS, 4>(tile); break;
+        case 5: if constexpr (MOST >= 5) any_tile<W, ROWS, 5>(tile); break;
+        case 6: if constexpr (MOST >= 6) any_tile<W, ROWS, 6>(tile); break;
+        case 7: if constexpr (MOST >= 7) any_tile<W, ROWS, 7>(tile); break;
+        case 8: if constexpr (MOST >= 8) any_tile<W, ROWS, 8>(tile); break;
     }
 }
 
@@ -176,6 +297,9 @@ void rows_by_pointer(const Panels& w, const float* const* x, float* const* out, 
         case BF16: dot_rows_by_pointer<Bf16Weights>(w, x, out, T, add, then); break;
         case F16: dot_rows_by_pointer<F16Weights>(w, x, out, T, add, then); break;
         case F32: dot_rows_by_pointer<F32Weights>(w, x, out, T, add, then); break;
+        case INT8: dot_rows_by_pointer<Int8Weights>(w, x, out, T, add, then); break;
+        case INT4: dot_rows_by_pointer<Int4Weights>(w, x, out, T, add, then); break;
+        case MXFP4: dot_rows_by_pointer<Mxfp4Weights>(w, x, out, T, add, then); break;
     }
 }
 

@@ -446,6 +446,11 @@ PYBIND11_MODULE(_native, m) {
                  py::gil_scoped_release release;
                  self.fill(first, at<void>(rows), count);
              })
+        .def("fill_codes",
+             [](PackedPanels& self, int64_t first, Address codes, Address scales, int64_t count) {
+                 py::gil_scoped_release release;
+                 self.fill_codes(first, at<void>(codes), at<void>(scales), count);
+             })
         .def_property_readonly("nbytes", &PackedPanels::nbytes);
     py::class_<PackedExpert, std::shared_ptr<PackedExpert>>(m, "PackedExpert")
         .def(py::init<std::shared_ptr<PackedPanels>, std::shared_ptr<PackedPanels>, int, float, float, bool>())

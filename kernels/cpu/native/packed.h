@@ -26,58 +26,123 @@ inline std::unique_ptr<char, Free> aligned_bytes(size_t bytes) {
 class PackedPanels {
   public:
     PackedPanels(int64_t N, int64_t K, int format) {
-        const int64_t panels = (N + 15) / 16, padded = K + (K & 1);
         view_.format = format;
         view_.num_outputs = N;
         view_.num_inputs = K;
-        view_.panel_bytes = padded * 16 * item_bytes();
-        nbytes_ = panels * view_.panel_bytes;
-        bytes_ = aligned_bytes(static_cast<size_t>(nbytes_));
-        std::memset(bytes_.get(), 0, static_cast<size_t>(nbytes_));
+        view_.panel_bytes = panel_bytes(K, format);
+        nbytes_ = (N + 15) / 16 * view_.panel_bytes;
+        bytes_ = aligned_bytes(static_cast<size_t>(nbytes_) + SLACK);
+        std::memset(bytes_.get(), 0, static_cast<size_t>(nbytes_) + SLACK);
         view_.data = bytes_.get();
     }
 
     const Panels& view() const { return view_; }
     int64_t nbytes() const { return nbytes_; }
-    int64_t item_bytes() const { return view_.format == F32 ? 4 : 2; }
 
+    // Floats [count, K] of the format's own type.
     void fill(int64_t first, const void* rows, int64_t count) {
         if (view_.format == F32)
-            fill_as(first, static_cast<const uint32_t*>(rows), count);
+            fill_as(first, static_cast<const uint32_t*>(rows), count, view_.num_inputs);
         else
-            fill_as(first, static_cast<const uint16_t*>(rows), count);
+            fill_as(first, static_cast<const uint16_t*>(rows), count, view_.num_inputs);
+    }
+
+    // int8: codes [count, K] and float32 scales [count]. int4, mxfp4: nibbles uint8 [count, groups, 16], input 2i in the
+    // low half of byte i, and scales [count, groups], float16 or one byte of exponent.
+    void fill_codes(int64_t first, const void* codes, const void* scales, int64_t count) {
+        if (view_.format == INT8)
+            fill_as(first, static_cast<const uint8_t*>(codes), count, view_.num_inputs);
+        else
+            fill_as(first, static_cast<const uint32_t*>(codes), count, 4 * groups());
+        const int64_t per_row = view_.format == INT8 ? 1 : groups(), size = scale_bytes();
+        for (int64_t n = 0; n < count; ++n)
+            for (int64_t g = 0; g < per_row; ++g)
+                std::memcpy(bytes_.get() + scale_at(first + n, g),
+                            static_cast<const char*>(scales) + (n * per_row + g) * size, static_cast<size_t>(size));
     }
 
     void widen_row(int64_t n, float* out) const {
-        for (int64_t k = 0; k < view_.num_inputs; ++k) {
-            const char* from = bytes_.get() + index(n, k) * item_bytes();
-            if (view_.format == F32) {
-                std::memcpy(out + k, from, 4);
-                continue;
-            }
-            uint16_t half;
-            std::memcpy(&half, from, 2);
-            const uint32_t wide = view_.format == BF16 ? uint32_t(half) << 16 : float16_bits(half);
-            std::memcpy(out + k, &wide, 4);
-        }
+        for (int64_t k = 0; k < view_.num_inputs; ++k) out[k] = value(n, k);
     }
 
   private:
-    int64_t index(int64_t n, int64_t k) const {
-        const int64_t panel = n / 16 * (view_.panel_bytes / item_bytes()), lane = n % 16;
-        return view_.format == BF16 ? panel + k / 2 * 32 + lane * 2 + k % 2 : panel + k * 16 + lane;
+    static constexpr size_t SLACK = 64;  // nibbles are read by loads that begin up to three bytes late
+
+    static int64_t panel_bytes(int64_t K, int format) {
+        const int64_t groups = (K + GROUP - 1) / GROUP;
+        switch (format) {
+            case F32: return (K + K % 2) * 64;
+            case INT8: return 64 + (K + 3) / 4 * 64;
+            case INT4: return groups * GROUP_BYTES + (groups + 1) / 2 * 64;
+            case MXFP4: return groups * GROUP_BYTES + (groups + 3) / 4 * 64;
+            default: return (K + K % 2) * 32;
+        }
+    }
+
+    int64_t groups() const { return (view_.num_inputs + GROUP - 1) / GROUP; }
+    int64_t scale_bytes() const { return view_.format == INT8 ? 4 : view_.format == INT4 ? 2 : 1; }
+    int64_t groups_per_line() const { return view_.format == INT4 ? 2 : 4; }
+
+    int64_t panel_at(int64_t n) const { return n / 16 * view_.panel_bytes; }
+
+    // Byte of a panel where column k of its first row lies; in int4 and mxfp4 dword k, which is eight columns.
+    int64_t column(int64_t k) const {
+        switch (view_.format) {
+            case BF16: return k / 2 * 64 + k % 2 * 2;
+            case F16: return k * 32;
+            case F32: return k * 64;
+            case INT8: return 64 + k * 16;
+            default: return (k / 4 / groups_per_line() + 1) * 64 + k * 64;
+        }
+    }
+    int64_t lane_bytes() const { return view_.format == F16 ? 2 : view_.format == INT8 ? 1 : 4; }
+    int64_t place(int64_t n, int64_t k) const { return panel_at(n) + column(k) + n % 16 * lane_bytes(); }
+
+    int64_t scale_at(int64_t n, int64_t g) const {
+        if (view_.format == INT8) return panel_at(n) + n % 16 * 4;
+        const int64_t most = groups_per_line();
+        return panel_at(n) + g / most * (64 + most * GROUP_BYTES) + (g % most * 16 + n % 16) * scale_bytes();
     }
 
     template <class Item>
-    void fill_as(int64_t first, const Item* rows, int64_t count) {
-        Item* to = reinterpret_cast<Item*>(bytes_.get());
-        const int64_t K = view_.num_inputs;
+    void fill_as(int64_t first, const Item* rows, int64_t count, int64_t columns) {
+        const int64_t step = lane_bytes();
         for (int64_t begin = 0; begin < count;) {  // panel by panel: writes stay in a few lines of cache
             const int64_t lane = (first + begin) % 16, end = begin + std::min<int64_t>(16 - lane, count - begin);
-            for (int64_t k = 0; k < K; ++k)
-                for (int64_t n = begin; n < end; ++n) to[index(first + n, k)] = rows[n * K + k];
+            char* panel = bytes_.get() + panel_at(first + begin) + lane * step;
+            for (int64_t k = 0; k < columns; ++k) {
+                char* to = panel + column(k);
+                for (int64_t n = begin; n < end; ++n) std::memcpy(to + (n - begin) * step, rows + n * columns + k, sizeof(Item));
+            }
             begin = end;
         }
+    }
+
+    template <class Item>
+    Item item(int64_t at) const {
+        Item found;
+        std::memcpy(&found, bytes_.get() + at, sizeof found);
+        return found;
+    }
+    static float as_float(uint32_t bits) {
+        float value;
+        std::memcpy(&value, &bits, 4);
+        return value;
+    }
+
+    float value(int64_t n, int64_t k) const {
+        switch (view_.format) {
+            case BF16: return as_float(uint32_t(item<uint16_t>(place(n, k))) << 16);
+            case F16: return as_float(float16_bits(item<uint16_t>(place(n, k))));
+            case F32: return item<float>(place(n, k));
+            case INT8: return float(item<int8_t>(place(n, k))) * item<float>(scale_at(n, 0));
+        }
+        const uint32_t code = item<uint32_t>(place(n, k / 8)) >> (k % 8 * 4) & 15;
+        const int64_t scale = scale_at(n, k / GROUP);
+        if (view_.format == INT4) return float(int(code ^ 8) - 8) * as_float(float16_bits(item<uint16_t>(scale)));
+        static constexpr float E2M1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+        const uint32_t exponent = item<uint8_t>(scale);
+        return (code & 8 ? -E2M1[code & 7] : E2M1[code & 7]) * as_float(exponent ? exponent << 23 : 0x00400000u);
     }
 
     static uint32_t float16_bits(uint16_t half) {

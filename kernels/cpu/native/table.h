@@ -8,10 +8,18 @@
 
 namespace edge {
 
-enum Format : int { BF16 = 0, F16 = 1, F32 = 2 };
+enum Format : int { BF16 = 0, F16 = 1, F32 = 2, INT8 = 3, INT4 = 4, MXFP4 = 5 };
 
-// A weight [num_outputs, num_inputs] as panels of 16 outputs, widest-used order first:
-//   float16, float32: [panels][K up to even][16]        bfloat16: [panels][K up to even / 2][16][2]
+constexpr int64_t GROUP = 32;  // inputs that share a scale in int4 and mxfp4
+// The bytes of one group of a panel: 4 times 16 dwords, the eight nibbles of a dword being eight inputs of one output.
+constexpr int64_t GROUP_BYTES = 256;
+
+// A weight [num_outputs, num_inputs] as panels of 16 outputs:
+//   float16, float32  [K up to even][16]
+//   bfloat16          [K up to even / 2][16][2]
+//   int8              [16] float32 scales, [K up to a multiple of 4][16]
+//   int4              for every 2 groups: [2][16] float16 scales, then the groups
+//   mxfp4             for every 4 groups: [4][16] exponents of one byte, then the groups
 struct Panels {
     const char* data;
     int format;

@@ -13,6 +13,7 @@ from edge_runtime.model.build import load_experts, load_trunk, packed_format
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.footprint import footprint
+from kernels.packing import FORMATS
 from tests.support.decoders import Sequences, all_experts
 from tests.support.families import CASES, write_variant
 from tests.support.tiny_models import Reference, read_tensors, write_tensors, write_tiny_qwen3_moe
@@ -38,7 +39,7 @@ def test_what_is_loaded_takes_the_bytes_that_were_planned(tmp_path, family, vari
         decoder = Decoder(spec, trunk, pages, max_rows=40)
         buffers = sum(buffer.nbytes for buffer in decoder._buffers.values())
         assert buffers == 40 * planned.row_workspace_bytes
-    for weight_format in ("as_stored", "float32", "bfloat16"):
+    for weight_format in ("as_stored", *FORMATS):
         store = load_experts(checkpoint, spec, all_experts(spec), weight_format=weight_format)
         sizes = planned.expert_bytes[weight_format]
         assert store.nbytes == sum(sizes) * planned.experts_per_layer
