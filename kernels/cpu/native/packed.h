@@ -50,11 +50,11 @@ class PackedPanels {
     // int8: codes [count, K] and float32 scales [count]. int4, mxfp4: nibbles uint8 [count, groups, 16], input 2i in the
     // low half of byte i, and scales [count, groups], float16 or one byte of exponent.
     void fill_codes(int64_t first, const void* codes, const void* scales, int64_t count) {
-        if (view_.format == INT8)
+        if (view_.format == Q8)
             fill_as(first, static_cast<const uint8_t*>(codes), count, view_.num_inputs);
         else
             fill_as(first, static_cast<const uint32_t*>(codes), count, 4 * groups());
-        const int64_t per_row = view_.format == INT8 ? 1 : groups(), size = scale_bytes();
+        const int64_t per_row = view_.format == Q8 ? 1 : groups(), size = scale_bytes();
         for (int64_t n = 0; n < count; ++n)
             for (int64_t g = 0; g < per_row; ++g)
                 std::memcpy(bytes_.get() + scale_at(first + n, g),
@@ -72,16 +72,16 @@ class PackedPanels {
         const int64_t groups = (K + GROUP - 1) / GROUP;
         switch (format) {
             case F32: return (K + K % 2) * 64;
-            case INT8: return 64 + (K + 3) / 4 * 64;
-            case INT4: return groups * GROUP_BYTES + (groups + 1) / 2 * 64;
+            case Q8: return 64 + (K + 3) / 4 * 64;
+            case Q4: return groups * GROUP_BYTES + (groups + 1) / 2 * 64;
             case MXFP4: return groups * GROUP_BYTES + (groups + 3) / 4 * 64;
             default: return (K + K % 2) * 32;
         }
     }
 
     int64_t groups() const { return (view_.num_inputs + GROUP - 1) / GROUP; }
-    int64_t scale_bytes() const { return view_.format == INT8 ? 4 : view_.format == INT4 ? 2 : 1; }
-    int64_t groups_per_line() const { return view_.format == INT4 ? 2 : 4; }
+    int64_t scale_bytes() const { return view_.format == Q8 ? 4 : view_.format == Q4 ? 2 : 1; }
+    int64_t groups_per_line() const { return view_.format == Q4 ? 2 : 4; }
 
     int64_t panel_at(int64_t n) const { return n / 16 * view_.panel_bytes; }
 
@@ -91,15 +91,15 @@ class PackedPanels {
             case BF16: return k / 2 * 64 + k % 2 * 2;
             case F16: return k * 32;
             case F32: return k * 64;
-            case INT8: return 64 + k * 16;
+            case Q8: return 64 + k * 16;
             default: return (k / 4 / groups_per_line() + 1) * 64 + k * 64;
         }
     }
-    int64_t lane_bytes() const { return view_.format == F16 ? 2 : view_.format == INT8 ? 1 : 4; }
+    int64_t lane_bytes() const { return view_.format == F16 ? 2 : view_.format == Q8 ? 1 : 4; }
     int64_t place(int64_t n, int64_t k) const { return panel_at(n) + column(k) + n % 16 * lane_bytes(); }
 
     int64_t scale_at(int64_t n, int64_t g) const {
-        if (view_.format == INT8) return panel_at(n) + n % 16 * 4;
+        if (view_.format == Q8) return panel_at(n) + n % 16 * 4;
         const int64_t most = groups_per_line();
         return panel_at(n) + g / most * (64 + most * GROUP_BYTES) + (g % most * 16 + n % 16) * scale_bytes();
     }
@@ -135,11 +135,11 @@ class PackedPanels {
             case BF16: return as_float(uint32_t(item<uint16_t>(place(n, k))) << 16);
             case F16: return as_float(float16_bits(item<uint16_t>(place(n, k))));
             case F32: return item<float>(place(n, k));
-            case INT8: return float(item<int8_t>(place(n, k))) * item<float>(scale_at(n, 0));
+            case Q8: return float(item<int8_t>(place(n, k))) * item<float>(scale_at(n, 0));
         }
         const uint32_t code = item<uint32_t>(place(n, k / 8)) >> (k % 8 * 4) & 15;
         const int64_t scale = scale_at(n, k / GROUP);
-        if (view_.format == INT4) return float(int(code ^ 8) - 8) * as_float(float16_bits(item<uint16_t>(scale)));
+        if (view_.format == Q4) return float(int(code ^ 8) - 8) * as_float(float16_bits(item<uint16_t>(scale)));
         static constexpr float E2M1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
         const uint32_t exponent = item<uint8_t>(scale);
         return (code & 8 ? -E2M1[code & 7] : E2M1[code & 7]) * as_float(exponent ? exponent << 23 : 0x00400000u);

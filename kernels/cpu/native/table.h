@@ -8,7 +8,7 @@
 
 namespace edge {
 
-enum Format : int { BF16 = 0, F16 = 1, F32 = 2, INT8 = 3, INT4 = 4, MXFP4 = 5 };
+enum Format : int { BF16 = 0, F16 = 1, F32 = 2, Q8 = 3, Q4 = 4, MXFP4 = 5 };  // Q8, Q4: int8, int4
 
 constexpr int64_t GROUP = 32;  // inputs that share a scale in int4 and mxfp4
 // The bytes of one group of a panel: 4 times 16 dwords, the eight nibbles of a dword being eight inputs of one output.
@@ -120,7 +120,7 @@ const Kernels* kernels_avx2();
 const Kernels* kernels_portable();
 
 // This thread's scratch memory, one buffer per `which`, 64-byte aligned, kept until the thread ends.
-enum Scratch : int { SCORES = 0, POINTERS = 1, INNER = 2, SMALL = 3, NUM_SCRATCH = 4 };
+enum Scratch : int { SCORES = 0, POINTERS = 1, INNER = 2, SMALL = 3, WIDE = 4, NUM_SCRATCH = 5 };
 void* scratch(Scratch which, size_t bytes);
 
 }  // namespace edge
