@@ -19,6 +19,8 @@ from topology.speeds import NodeSpeed, declared_speed
 from topology.spread import give_hot_experts_to_fast_nodes, spread_first_copies
 from topology.units import format_bytes_rounded
 
+KEEP_KV = 1.5  # an earlier KV pool stays unless there is room for so many times its blocks
+
 
 def every_home(cluster: Cluster, footprint: ModelFootprint) -> tuple[GroupPlan, ...]:
     """The plan `home`: each decode node runs all layers for requests of its own."""
@@ -56,14 +58,15 @@ def lay_out(
     2. KV: a trunk node gets blocks for `kv_tokens`, or as many as it and its group have room for, but never less than
        one whole context. Where that leaves too little room for the first copies of all experts, the nodes that have
        both trunk and experts are held to one common limit: the highest at which every expert fits, again never less
-       than one context. Only then are experts refused.
+       than one context. Only then are experts refused. Blocks that a node had before stay as they are rather than grow
+       a little.
     3. Pinned experts first, then first copies in proportion to room and speed, so that each host gets some of each
        layer.
     4. Replicas follow, up to floor(memory_ratio x experts) copies in all, as `replicas.py` says.
 
     With experts of different sizes the packing is greedy, largest first, and may refuse what a search could fit.
     """
-    desk = _Desk(cluster, footprint, groups, hosts, speeds, pins)
+    desk = _Desk(cluster, footprint, groups, hosts, speeds, pins, previous)
     desk.refuse_small_nodes()
     plans, shelves = desk.place_first_copies()
     experts = footprint.experts()
@@ -120,8 +123,10 @@ class _Desk:
         hosts: Collection[str] | None,
         speeds: Mapping[str, NodeSpeed] | None,
         pins: Mapping[ExpertId, str] | None,
+        previous: Placement | None,
     ) -> None:
         self.cluster, self.footprint = cluster, footprint
+        self.before = {plan.node: plan for plan in previous.nodes} if previous else {}
         self.home_first = groups is not None
         self.groups = every_home(cluster, footprint) if groups is None else tuple(groups)
         self.stages = {stage.node: stage for group in self.groups for stage in group.stages}
@@ -241,9 +246,18 @@ class _Desk:
         plans = {entry.node.name: self._reserve(entry, most_blocks) for entry in self.nodes}
         for group in self.groups:
             blocks = min(plans[node].kv_blocks for node in group.nodes)
+            blocks = min([blocks, *(self._kept_blocks(plans[node]) for node in group.nodes)])
             for node in group.nodes:
                 plans[node] = self._with_blocks(plans[node], blocks)
         return [plans[entry.node.name] for entry in self.nodes]
+
+    def _kept_blocks(self, plan: NodePlan) -> int:
+        """The blocks that a node has, where it could have a little more: another KV pool costs more than that is worth."""
+        old = self.before.get(plan.node)
+        is_kept = old and old.layers == plan.layers and old.kv_blocks >= self._least_blocks()
+        if old and is_kept and old.kv_blocks <= plan.kv_blocks < KEEP_KV * old.kv_blocks:
+            return old.kv_blocks
+        return plan.kv_blocks
 
     def _reserve(self, entry: _Reserved, most_blocks: int) -> NodePlan:
         """A node's plan without experts; `most_blocks` limits the KV of a node that hosts experts as well."""

@@ -30,6 +30,9 @@ class Round:
     """Node -> experts that it drops after the switch."""
     switches_trunks: bool
     """Whether trunks, KV or groups change in this round: loaded beside the old ones, which go after the switch."""
+    rebuilds: tuple[str, ...]
+    """Nodes without room for old and new KV at once: they free the old before they allocate the new, so requests that
+    live there move to other homes or are computed again."""
     load_bytes: Mapping[str, int]
     """Node -> bytes that it loads, trunk included."""
     peak_bytes: Mapping[str, int]
@@ -60,18 +63,21 @@ class MigrationPlan:
         )
 
 
-def plan_migration(old: Placement, new: Placement, footprint: ModelFootprint) -> MigrationPlan:
+def plan_migration(
+    old: Placement, new: Placement, footprint: ModelFootprint, *, may_rebuild: bool = True
+) -> MigrationPlan:
     """Rounds from `old` to `new`, or `MigrationError` with the bytes that are missing.
 
     old  what nodes hold now; leave out those that are lost: they hold nothing. An expert that nobody holds any more is
          loaded like others, and has no host until then
     new  its epoch is ignored: rounds have the epochs that follow `old`'s
+    may_rebuild  whether a node may free its old KV first where both have no room; else that is refused
 
     While it lasts a node's limit is the larger of its old and its new memory, since the old one is in use already.
     Where layers or KV of a node change, the new KV and buffers are counted beside the old; trunk weights of layers that
     stay are counted once.
     """
-    move = _Move(old, new, footprint)
+    move = _Move(old, new, footprint, may_rebuild)
     if move.trunks_change:
         move.reach(move.room_for_switch())
         move.switch()
@@ -80,7 +86,9 @@ def plan_migration(old: Placement, new: Placement, footprint: ModelFootprint) ->
 
 
 class _Move:
-    def __init__(self, old: Placement, new: Placement, footprint: ModelFootprint) -> None:
+    def __init__(self, old: Placement, new: Placement, footprint: ModelFootprint, may_rebuild: bool) -> None:
+        self.may_rebuild = may_rebuild
+        self.rebuilt: set[str] = set()
         self.epoch, self.new, self.footprint = old.epoch, new, footprint
         self.plans = {plan.node: plan for plan in old.nodes}  # what holds now; replaced at the switch
         self.new_plans = {plan.node: plan for plan in new.nodes}
@@ -132,6 +140,13 @@ class _Move:
         old, new = self.plans.get(name), self.new_plans.get(name)
         if old is None or new is None or not self._trunk_changes(name):
             return max(plans[name].reserved_bytes for plans in (self.plans, self.new_plans) if name in plans)
+        if name in self.rebuilt:
+            return (
+                max(old.process_bytes, new.process_bytes)
+                + sum((self._parts(old) | self._parts(new)).values())
+                + max(old.kv_bytes, new.kv_bytes)
+                + max(old.workspace_bytes, new.workspace_bytes)
+            )
         same_kv = old.layers == new.layers and old.kv_blocks == new.kv_blocks
         return (
             max(old.process_bytes, new.process_bytes)
@@ -267,7 +282,28 @@ class _Move:
 
     def room_for_switch(self) -> Held:
         """What each node is to hold before the switch, so that its new trunk and KV fit beside the old."""
-        goal = {name: set(self.held[name]) for name in self.nodes}
+        while True:
+            goal = {name: set(self.held[name]) for name in self.nodes}
+            over = self._shed(goal)
+            if over is None:
+                return goal
+            if not self.may_rebuild or over in self.rebuilt or not self._trunk_changes(over):
+                break
+            self.rebuilt.add(over)
+        needed, have = self._beside(over) + self.bytes_of(over, goal[over]), self.limit(over)
+        raise MigrationError(
+            f"{over} needs {needed} bytes to hold its new layers and KV beside the old ones and the experts that nobody "
+            f"else has room for, and has {have}; lower kv_tokens, or make the change in two steps",
+            node=over,
+            needed_bytes=needed,
+            available_bytes=have,
+        )
+
+    def _shed(self, goal: Held) -> str | None:
+        """Take from each node what has no room during the switch; the node where that does not suffice, if any.
+
+        What is not wanted goes first, then further copies; an only copy goes to another node that has room.
+        """
         copies = self._copies({})
         caps = {name: self.limit(name) - self._beside(name) for name in self.nodes}
         for name in self.reformatted:  # its experts come again in another format, beside the old ones
@@ -290,15 +326,8 @@ class _Move:
                     copies[expert] -= not only_copy
                     over -= self.size(name, expert)
             if over > 0:
-                needed, have = self._beside(name) + self.bytes_of(name, goal[name]), self.limit(name)
-                raise MigrationError(
-                    f"{name} needs {needed} bytes to hold its new layers and KV beside the old ones and the experts that "
-                    f"nobody else has room for, and has {have}; lower kv_tokens, or make the change in two steps",
-                    node=name,
-                    needed_bytes=needed,
-                    available_bytes=have,
-                )
-        return goal
+                return name
+        return None
 
     def _lodge(self, expert: ExpertId, leaving: str, goal: Held, caps: Mapping[str, int]) -> bool:
         """Find another node for an only copy until the switch; the one that is to have it anyway first."""
@@ -313,22 +342,31 @@ class _Move:
         return False
 
     def switch(self) -> None:
-        """The round in which trunks, KV, formats and groups change."""
+        """The round in which trunks, KV, formats and groups change; experts that fit beside come along."""
         reserved = {name: self._beside(name) for name in self.nodes}
         trunk = {name: self.new_trunk_bytes(name) for name in self.nodes}
-        copies = self._copies({})
-        loads: dict[str, set[ExpertId]] = {}
+        free = {name: self.free(name, reserved[name], self.held) for name in self.nodes}
+        loads = {
+            name: experts
+            for name, experts in self._loads(self.wanted, free).items()
+            if name not in self.reformatted
+        }
         drops: dict[str, set[ExpertId]] = {}
+        copies = self._copies(loads)
         for name in sorted(self.reformatted):
-            room = self.free(name, reserved[name], self.held)
             chosen: set[ExpertId] = set()
             for expert in sorted(self.wanted[name], key=lambda e: (copies[e] > (e in self.held[name]), e)):
-                if (size := self.size(name, expert, self.new_plans)) <= room:
+                if (size := self.size(name, expert, self.new_plans)) <= free[name]:
                     chosen.add(expert)
-                    room -= size
+                    free[name] -= size
             loads[name], drops[name] = chosen, set(self.held[name])
             copies.update(chosen)
             copies.subtract(self.held[name])
+        for name in self.nodes:
+            for expert in sorted(self.held[name] - self.wanted[name] if name not in self.reformatted else ()):
+                if copies[expert] > 1:
+                    copies[expert] -= 1
+                    drops.setdefault(name, set()).add(expert)
         lost = [expert for expert, count in copies.items() if count < 1]
         if lost:
             name = min(name for name in self.reformatted if lost[0] in self.held[name])
@@ -373,6 +411,7 @@ class _Move:
                 loads={name: tuple(sorted(experts)) for name, experts in loads.items() if experts},
                 drops={name: tuple(sorted(experts)) for name, experts in drops.items() if experts},
                 switches_trunks=trunk is not None,
+                rebuilds=tuple(sorted(self.rebuilt)) if trunk is not None else (),
                 load_bytes={name: size for name, size in load_bytes.items() if size},
                 peak_bytes=peak_bytes,
             )
