@@ -163,10 +163,11 @@ class Shaper:
 
     def state(self, source: str, target: str) -> LinkState:
         pair = (source, target)
-        if pair not in self._states:
+        found = self._states.get(pair)
+        if found is None:
             seeded = random.Random(f"{self._seed} {source} {target}")
-            self._states[pair] = LinkState(self._link_of(source, target), seeded)
-        return self._states[pair]
+            found = self._states.setdefault(pair, LinkState(self._link_of(source, target), seeded))
+        return found
 
     def change(self, source: str, target: str, change: LinkChange, now: float) -> LinkState:
         """Change one direction; what is on the link already keeps its time."""
