@@ -426,6 +426,8 @@ class CoordinatorDaemon:
         match command:
             case states.Note(text):
                 log.info("%s", text)
+            case states.Greet(name):
+                self._welcome(name)
             case states.SendShare(name):
                 self._send_share(name)
             case states.RefuseJoin(peer, reason, retry_after_s):
@@ -445,12 +447,16 @@ class CoordinatorDaemon:
         for name in self._state.alive:
             self._server.send(self._state.nodes[name].peer, message)
 
+    def _welcome(self, name: str) -> None:
+        """From now on the node speaks over this connection, and no other does for it."""
+        peer = self._state.nodes[name].peer
+        self._node_of = {other: node for other, node in self._node_of.items() if node != name}
+        self._node_of[peer] = name
+        self._server.send(peer, self._identity, epoch=self._active)
+
     def _send_share(self, name: str) -> None:
         """Send a node that greeted its share of the placement that counts, and of the one that is being loaded."""
-        record = self._state.nodes[name]
-        self._node_of = {peer: node for peer, node in self._node_of.items() if node != name}
-        self._node_of[record.peer] = name
-        self._server.send(record.peer, self._identity, epoch=self._active)
+        self._welcome(name)
         epochs = [self._active, *([self._change.epoch] if self._change is not None else [])]
         for epoch in epochs:
             if self._plans[epoch].holds(name):

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from edge_runtime.protocol import NodeReport
+from edge_runtime.transport.heartbeat import BeatRule, Beats, beat_rule, heard, liveness, looked
 
-SUSPECT_AFTER_BEATS = 2.5  # one missed heartbeat changes nothing
 MAX_FAULT_CHARS = 1000  # of a node's own words: they travel on in messages of limited size
 
 Phase = Literal["absent", "loading", "ready", "suspect", "lost", "failed", "left"]
@@ -28,7 +28,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     peer: bytes = b""
     incarnation: str = ""
     pid: int = 0
-    last_heard_s: float = 0.0
+    beats: Beats = Beats(0.0)
     bytes_done: int = 0
     bytes_total: int = 0
     weight_bytes: int = 0
@@ -37,6 +37,10 @@ class NodeRecord(msgspec.Struct, frozen=True):
     has_served: bool = False
     numerics: str = ""
     is_coming: bool = False
+
+    @property
+    def last_heard_s(self) -> float:
+        return self.beats.heard_s
 
     @property
     def serves(self) -> bool:
@@ -49,8 +53,7 @@ class ClusterState(msgspec.Struct, frozen=True):
 
     nodes: dict[str, NodeRecord]
     epoch: int
-    heartbeat_s: float
-    lost_after_s: float
+    rule: BeatRule
 
     @property
     def alive(self) -> list[str]:
@@ -155,6 +158,12 @@ class SendShare(NamedTuple):
     name: str
 
 
+class Greet(NamedTuple):
+    """Welcome the node back so that it beats again; its share follows when it has done so for a while."""
+
+    name: str
+
+
 class RefuseJoin(NamedTuple):
     """Another process of that name is alive."""
 
@@ -180,12 +189,13 @@ class Note(NamedTuple):
     text: str
 
 
-Command = SendShare | RefuseJoin | AnnounceAlive | MoveRequests | Note
+Command = SendShare | Greet | RefuseJoin | AnnounceAlive | MoveRequests | Note
 
 
 def initial_state(node_names: list[str], epoch: int, heartbeat_s: float, lost_after_s: float) -> ClusterState:
     """Nobody is there yet."""
-    return ClusterState({name: NodeRecord(name) for name in node_names}, epoch, heartbeat_s, lost_after_s)
+    nodes = {name: NodeRecord(name) for name in node_names}
+    return ClusterState(nodes, epoch, beat_rule(heartbeat_s, lost_after_s))
 
 
 def apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState, list[Command]]:
@@ -239,8 +249,10 @@ def _apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState,
         case ShareLoaded(name, epoch, weight_bytes):
             if epoch != state.epoch:
                 return state, [Note(f"{name} loaded epoch {epoch}, epoch {state.epoch} is wanted")]
+            if state.nodes[name].phase == "lost":  # it is asked again when it has returned
+                return _heard(state, name, now)
             loaded: dict[str, object] = {"phase": "ready", "weight_bytes": weight_bytes, "has_served": True}
-            state = _replace(state, name, last_heard_s=now, fault="", **loaded)
+            state = _replace(state, name, beats=Beats(now), fault="", **loaded)
             return state, [Note(f"{name} ready: {weight_bytes / 1e6:.1f} MB of weights")]
         case LoadFailed(name, epoch, reason):
             reason = reason[:MAX_FAULT_CHARS]
@@ -249,7 +261,7 @@ def _apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState,
             commands: list[Command] = [Note(f"{name} failed: {reason}")]
             if state.nodes[name].serves:
                 commands.append(MoveRequests(name, f"node {name} failed while it was answering ({reason})"))
-            return _replace(state, name, phase="failed", last_heard_s=now, fault=reason), commands
+            return _replace(state, name, phase="failed", beats=Beats(now), fault=reason), commands
 
 
 def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState, list[Command]]:
@@ -257,12 +269,15 @@ def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState,
     commands: list[Command] = []
     returned = known.incarnation == event.incarnation
     if returned and known.serves and known.peer == event.peer:  # it greeted twice; nothing broke
-        return _replace(state, event.name, last_heard_s=now), [SendShare(event.name)]
-    if known.incarnation and not returned and known.phase not in ("lost", "left", "absent"):
-        silence = now - known.last_heard_s
-        if silence < SUSPECT_AFTER_BEATS * state.heartbeat_s:
-            reason = f"a node {event.name} (pid {known.pid}) is already in the cluster; stop it first"
-            return state, [RefuseJoin(event.peer, reason, SUSPECT_AFTER_BEATS * state.heartbeat_s)]
+        return _replace(state, event.name, beats=Beats(now)), [SendShare(event.name)]
+    is_another = known.incarnation and not returned and known.phase not in ("lost", "left", "absent")
+    if is_another and liveness(known.beats, now, state.rule) == "alive":
+        reason = f"a node {event.name} (pid {known.pid}) is already in the cluster; stop it first"
+        return state, [RefuseJoin(event.peer, reason, state.rule.suspect_after_s)]
+    if returned and known.phase == "lost":  # the same process, no longer cut off: on probation
+        state = _replace(state, event.name, peer=event.peer)
+        state, more = _heard(state, event.name, now)
+        return state, [Greet(event.name), *more]
     if known.serves:
         what = (
             f"the connection to node {event.name} broke" if returned else f"node {event.name} was restarted"
@@ -276,7 +291,7 @@ def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState,
         incarnation=event.incarnation,
         pid=event.pid,
         numerics=event.numerics,
-        last_heard_s=now,
+        beats=Beats(now),
         bytes_done=0,
         bytes_total=0,
         weight_bytes=known.weight_bytes if returned else 0,
@@ -318,14 +333,20 @@ def _heard(
 ) -> tuple[ClusterState, list[Command]]:
     """A node gave a sign of life, with news of itself."""
     commands: list[Command] = []
-    phase = state.nodes[name].phase
+    record = state.nodes[name]
+    phase, beats = record.phase, heard(record.beats, now, state.rule)
     if phase == "suspect":
         phase = "ready"
+    elif phase == "lost" and beats.is_lost:
+        changes["fault"] = f"heard again, not yet for {state.rule.return_after_s:g} s without a gap"
     elif phase == "lost":  # it was frozen or cut off, not dead: see whether it still holds its share
         phase = "loading"
         changes["fault"] = ""
-        commands = [Note(f"{name} is heard again"), SendShare(name)]
-    return _replace(state, name, phase=phase, last_heard_s=now, **changes), commands
+        commands = [
+            Note(f"{name} is back: heard for {state.rule.return_after_s:g} s without a gap"),
+            SendShare(name),
+        ]
+    return _replace(state, name, phase=phase, beats=beats, **changes), commands
 
 
 def _tick(state: ClusterState, now: float) -> tuple[ClusterState, list[Command]]:
@@ -334,10 +355,12 @@ def _tick(state: ClusterState, now: float) -> tuple[ClusterState, list[Command]]
         if record.phase not in ("loading", "ready", "suspect"):
             continue
         silence = now - record.last_heard_s
-        if silence > state.lost_after_s:
+        found = liveness(record.beats, now, state.rule)
+        if found == "lost":
+            state = _replace(state, record.name, beats=looked(record.beats, now, state.rule))
             state, more = _gone(state, record.name, "lost", f"not heard from for {silence:.1f} s")
             commands += more
-        elif record.phase == "ready" and silence > SUSPECT_AFTER_BEATS * state.heartbeat_s:
+        elif found == "suspect" and record.phase == "ready":
             state = _replace(state, record.name, phase="suspect")
             commands.append(Note(f"{record.name} is suspect: silent for {silence:.1f} s"))
     return state, commands

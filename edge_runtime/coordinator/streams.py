@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from edge_runtime.protocol import Failed, Finished, Submit, Tokens
+from edge_runtime.transport.credits import Window
 
 MERGED_TOKENS = (
     1024  # of one message at most; with 20 logprobs each that is a quarter of what a message may hold
@@ -28,7 +29,7 @@ class Stream:
     """One request on its way.
 
     node       its home; empty while it has none
-    credit     how many Tokens messages may still be sent before the client grants more
+    window     of Tokens messages that may still be sent before the client grants more
     token_ids  the answer so far, whether or not the client has it yet: another home goes on after these
     moves      how often it lost its home; homeless_s: since when it has none; lost_node, why: which it was, what happened
     """
@@ -36,7 +37,7 @@ class Stream:
     submit: Submit
     client: bytes
     node: str
-    credit: int
+    window: Window
     waiting: list[Tokens] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     moves: int = 0
@@ -94,7 +95,7 @@ class Streams:
     def open(self, submit: Submit, client: bytes, node: str) -> None:
         """A request was routed to `node`. Its id must be new."""
         assert submit.request_id not in self._streams, f"request {submit.request_id} is already running"
-        self._streams[submit.request_id] = Stream(submit, client, node, max(1, submit.credit))
+        self._streams[submit.request_id] = Stream(submit, client, node, Window(max(1, submit.credit)))
         self._in_flight[node] = self._in_flight.get(node, 0) + 1
 
     def lose_home(self, request_id: str, why: str, now: float) -> None:
@@ -140,7 +141,7 @@ class Streams:
         stream = self._streams.get(request_id)
         if stream is None:
             return []
-        stream.credit += count
+        stream.window.give(count)
         return _release(stream)
 
     def end(self, message: Finished | Failed) -> list[Delivery]:
@@ -169,12 +170,11 @@ class Streams:
 
     def stalled_clients(self) -> set[bytes]:
         """Clients to whom nothing can be sent until they grant more: nothing else would tell that they are gone."""
-        return {stream.client for stream in self._streams.values() if stream.credit < 1}
+        return {stream.client for stream in self._streams.values() if not stream.window.free}
 
 
 def _release(stream: Stream) -> list[Delivery]:
     deliveries = []
-    while stream.waiting and stream.credit > 0:
-        stream.credit -= 1
+    while stream.waiting and stream.window.take():
         deliveries.append(Delivery(stream.client, stream.next_message()))
     return deliveries

@@ -47,6 +47,7 @@ from edge_runtime.protocol import (
     Welcome,
 )
 from edge_runtime.transport.endpoint import Channel, Server, Waker, next_call_id, wait_any
+from edge_runtime.transport.heartbeat import Beats, beat_rule, heard, liveness
 from edge_runtime.transport.keys import Keys
 from kernels import backends
 from topology.cluster import Cluster, Node
@@ -100,7 +101,8 @@ class NodeDaemon:
         self._progress_at_s = 0.0
         self._beat_at_s = 0.0
         self._beats = 0
-        self._heard_s = clock.now()
+        self._rule = beat_rule(cluster.heartbeat_s, cluster.lost_after_s)
+        self._coordinator_beats = Beats(clock.now())
 
     @property
     def _share(self) -> LoadedShare | None:
@@ -157,8 +159,8 @@ class NodeDaemon:
 
     def _keep_contact(self) -> None:
         now = self._clock.now()
-        silence = now - self._heard_s
-        if self._coordinator.is_lost() or (self._greeted and silence > self._cluster.lost_after_s):
+        is_silent = self._greeted and liveness(self._coordinator_beats, now, self._rule) == "lost"
+        if self._coordinator.is_lost() or is_silent:
             log.warning("the coordinator at %s is gone; greeting it again", self._cluster.coordinator)
             self._forget_coordinator(now)
         if not self._greeted:
@@ -174,7 +176,7 @@ class NodeDaemon:
         self._coordinator.reconnect()
         self._greeted = False
         self._greet_at_s = now
-        self._heard_s = now
+        self._coordinator_beats = Beats(now)
         self._waiting_since_s = now
         self._say_waiting_at_s = now + PROGRESS_S
         for request_id in list(self._requests):
@@ -203,7 +205,7 @@ class NodeDaemon:
                 continue
             if envelope is None:
                 return
-            self._heard_s = self._clock.now()
+            self._coordinator_beats = heard(self._coordinator_beats, self._clock.now(), self._rule)
             self._take(envelope.message)
 
     def _take(self, message: Message) -> None:

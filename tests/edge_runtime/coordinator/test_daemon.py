@@ -430,6 +430,14 @@ def test_a_node_that_falls_silent_is_lost_and_named_and_taken_back_when_it_is_he
     assert n1.next(Abort, skip=(PeersChanged, HeartbeatReply)) == Abort("r")
     n1.send(n1.hello)
     n1.next(Welcome, skip=(Abort, HeartbeatReply))
+
+    def returned() -> bool:
+        n1.beat()
+        n2.beat()
+        return observer.status()["nodes"][0]["state"] == "loading"
+
+    until(returned)
+    n1.next(Welcome, skip=(HeartbeatReply,))
     n1.next(Deploy)
     n1.send(Deployed(1, 1000))
     assert n1.next(PeersChanged).alive == ["n1", "n2"]

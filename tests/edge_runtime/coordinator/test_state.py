@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from edge_runtime.coordinator.state import (
-    SUSPECT_AFTER_BEATS,
     AnnounceAlive,
     Beat,
     ClusterState,
     Command,
     Event,
+    Greet,
     Joined,
     Left,
     LoadFailed,
@@ -25,12 +25,18 @@ from edge_runtime.coordinator.state import (
     initial_state,
 )
 from edge_runtime.protocol import NodeReport
+from edge_runtime.transport.heartbeat import RETURN_AFTER_BEATS, SUSPECT_AFTER_BEATS
 
 NAMES = ["n1", "n2", "n3"]
 BEAT_S, LOST_S = 1.0, 5.0
 REPORT = NodeReport(state="ready")
 
 names = st.sampled_from(NAMES)
+
+
+def shared(commands: list[Command], name: str) -> bool:
+    """Whether the node is sent its share."""
+    return any(isinstance(command, SendShare) and command.name == name for command in commands)
 
 
 class Membership(RuleBasedStateMachine):
@@ -41,6 +47,7 @@ class Membership(RuleBasedStateMachine):
         self.state = initial_state(NAMES, 1, BEAT_S, LOST_S)
         self.now = 100.0
         self.heard = dict.fromkeys(NAMES, float("-inf"))
+        self.since: dict[str, float] = {}  # of a lost node that is heard again: since when without a gap
         self.connections = 0
 
     def give(self, event: Event) -> list[Command]:
@@ -64,6 +71,16 @@ class Membership(RuleBasedStateMachine):
         for name in set(NAMES) - set(after.waiting_for().replace(",", "").split()):
             assert name in after.alive
 
+    def is_returning(self, name: str) -> bool:
+        """Count a sign of life of a lost node; whether it was the one that ends its probation."""
+        if self.now - self.heard[name] >= SUSPECT_AFTER_BEATS * BEAT_S:
+            self.since.pop(name, None)
+        self.heard[name] = self.now
+        if self.now - self.since.setdefault(name, self.now) < RETURN_AFTER_BEATS * BEAT_S:
+            return False
+        del self.since[name]
+        return True
+
     def join(self, name: str, incarnation: str) -> list[Command]:
         self.connections += 1
         return self.give(Joined(name, b"c%d" % self.connections, incarnation, 1000 + self.connections))
@@ -79,7 +96,13 @@ class Membership(RuleBasedStateMachine):
             assert isinstance(refused, RefuseJoin) and refused.retry_after_s > 0
             assert str(known.pid) in refused.reason and self.state.nodes[name] == known
             return
-        assert SendShare(name) in commands
+        if known.phase == "lost" and known.incarnation == incarnation:
+            assert isinstance(commands[0], Greet) and self.state.nodes[name].peer != known.peer
+            assert shared(commands, name) == self.is_returning(name)
+            assert self.state.nodes[name].phase == ("loading" if shared(commands, name) else "lost")
+            return
+        self.since.pop(name, None)
+        assert shared(commands, name)
         record = self.state.nodes[name]
         assert (record.phase, record.incarnation, record.fault) == ("loading", incarnation, "")
         self.heard[name] = self.now
@@ -98,7 +121,8 @@ class Membership(RuleBasedStateMachine):
         commands = self.give(Beat(name, REPORT))
         after = self.state.nodes[name].phase
         if before == "lost":
-            assert after == "loading" and SendShare(name) in commands
+            assert shared(commands, name) == self.is_returning(name)
+            assert after == ("loading" if shared(commands, name) else "lost")
         elif before == "suspect":
             assert after == "ready"
         else:
@@ -109,9 +133,11 @@ class Membership(RuleBasedStateMachine):
 
     @rule(name=names, done=st.integers(0, 10**9))
     def progresses(self, name: str, done: int) -> None:
-        was_there = self.state.nodes[name].phase not in ("absent", "left")
+        before = self.state.nodes[name].phase
         self.give(Progressed(name, done, 10**9))
-        if was_there:
+        if before == "lost":
+            assert self.state.nodes[name].phase == ("loading" if self.is_returning(name) else "lost")
+        if before not in ("absent", "left"):
             assert self.state.nodes[name].bytes_done == done
             self.heard[name] = self.now
 
@@ -121,6 +147,8 @@ class Membership(RuleBasedStateMachine):
         self.give(ShareLoaded(name, epoch, 7_000_000))
         if before.phase in ("absent", "left") or epoch != 1:
             assert self.state.nodes[name] == before
+        elif before.phase == "lost":
+            assert self.state.nodes[name].phase == ("loading" if self.is_returning(name) else "lost")
         else:
             assert self.state.nodes[name].phase == "ready" and self.state.nodes[name].has_served
             self.heard[name] = self.now
@@ -134,12 +162,14 @@ class Membership(RuleBasedStateMachine):
         else:
             assert (self.state.nodes[name].phase, self.state.nodes[name].fault) == ("failed", "out of memory")
             self.heard[name] = self.now
+            self.since.pop(name, None)
 
     @rule(name=names)
     def leaves(self, name: str) -> None:
         was = self.state.nodes[name].phase
         self.give(Left(name, "was told to stop"))
         assert self.state.nodes[name].phase == ("absent" if was == "absent" else "left")
+        self.since.pop(name, None)
 
     @rule(seconds=st.floats(0.05, 3.0))
     def time_passes(self, seconds: float) -> None:
@@ -148,11 +178,11 @@ class Membership(RuleBasedStateMachine):
         for name in NAMES:
             phase, silence = self.state.nodes[name].phase, self.now - self.heard[name]
             if phase in ("loading", "ready", "suspect"):
-                assert silence <= LOST_S
+                assert silence < LOST_S
             if phase == "ready":
-                assert silence <= SUSPECT_AFTER_BEATS * BEAT_S
+                assert silence < SUSPECT_AFTER_BEATS * BEAT_S
             if phase == "lost":
-                assert silence > LOST_S
+                assert silence >= LOST_S or name in self.since
 
     @precondition(lambda self: self.state.alive)
     @rule()
@@ -212,6 +242,51 @@ def cluster() -> Cluster:
     return cluster
 
 
+def lose(cluster: Cluster, name: str) -> None:
+    cluster.now += LOST_S
+    for other in NAMES:
+        if other != name:
+            cluster.give(Beat(other, REPORT))
+    cluster.give(Tick())
+    assert cluster.phase(name) == "lost"
+
+
+def beat_all(cluster: Cluster, seconds: float = BEAT_S) -> list[Command]:
+    """Time passes, then every node beats; what the first one's beat leads to."""
+    cluster.now += seconds
+    first, *_ = [cluster.give(Beat(name, REPORT)) for name in NAMES]
+    cluster.give(Tick())
+    return first
+
+
+def test_a_frozen_node_that_beats_again_returns_with_its_third_beat(cluster):
+    lose(cluster, "n1")
+    assert [beat_all(cluster) for _ in range(2)] == [[], []]
+    assert cluster.state.waiting_for() == "n1 lost (heard again, not yet for 1.5 s without a gap)"
+    assert shared(beat_all(cluster), "n1") and cluster.phase() == "loading"
+    assert cluster.give(ShareLoaded("n1", 1, 10))[-1] == AnnounceAlive()
+
+
+def test_a_node_that_was_cut_off_is_greeted_at_once_and_served_with_the_third_sign_of_life(cluster):
+    lose(cluster, "n1")
+    [greet] = cluster.give(Joined("n1", b"new", "i-n1", 7))
+    assert isinstance(greet, Greet)
+    assert cluster.state.nodes["n1"].peer == b"new" and cluster.phase() == "lost"
+    assert beat_all(cluster) == []
+    assert shared(beat_all(cluster), "n1")
+
+
+def test_a_node_whose_link_flickers_stays_lost(cluster):
+    lose(cluster, "n1")
+    for _ in range(20):
+        assert beat_all(cluster, LOST_S - 0.1) == [] and cluster.phase() == "lost"
+
+
+def test_a_restarted_node_is_on_no_probation(cluster):
+    lose(cluster, "n1")
+    assert shared(cluster.give(Joined("n1", b"new", "another", 8)), "n1")
+
+
 @pytest.mark.parametrize("offset", range(5))
 def test_a_node_whose_every_fifth_heartbeat_is_lost_stays_ready(cluster, offset):
     for beat in range(100):
@@ -246,7 +321,7 @@ def test_a_second_process_of_a_name_is_refused_while_the_first_is_heard_and_take
     assert cluster.state.nodes["n1"].peer == b"c-n1"
     cluster.now += 2.6
     commands = cluster.give(Joined("n1", b"other", "second", 99))
-    assert SendShare("n1") in commands and AnnounceAlive() in commands
+    assert shared(commands, "n1") and AnnounceAlive() in commands
     assert [c.why for c in commands if isinstance(c, MoveRequests)] == [
         "node n1 was restarted while it was answering"
     ]
