@@ -15,10 +15,11 @@ from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.gate import GateWeights
 from edge_runtime.model.layers import LayerWeights, Trunk
 from edge_runtime.model.moe import ExpertStore
+from edge_runtime.model.quantised import mxfp4_to_bfloat16
 from edge_runtime.model.rope import rope_keys, rope_table
 from edge_runtime.model.spec import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec
 from kernels import ops
-from kernels.ops import ExpertBank, ExpertWeight, HeadsWeight, LinearWeight
+from kernels.ops import MXFP4, ExpertBank, ExpertWeight, HeadsWeight, LinearWeight
 from topology.ids import ExpertId
 
 Progress = Callable[[int, int, str], None]
@@ -29,10 +30,12 @@ STORED_FORMATS = {
     "F16": "float16",
     "F32": "float32",
     "F8_E4M3": "bfloat16",  # number times scale, rounded
-    "MXFP4": "bfloat16",  # exactly
+    "MXFP4": "mxfp4",
 }
 
 T = TypeVar("T")
+Weights = list[Any]
+"""Tensor or MXFP4 each; vectors are always tensors."""
 
 
 def quiet(bytes_done: int, bytes_total: int, what: str) -> None:
@@ -145,7 +148,7 @@ class _Loader:
         self._total = sum(map(checkpoint.stored_bytes, parts))
         self._done = 0
 
-    def load(self, parts: Sequence[Part], pack: Callable[[list[Tensor]], T], what: str) -> T:
+    def load(self, parts: Sequence[Part], pack: Callable[[Weights], T], what: str) -> T:
         """Pack tensors while they are mapped, and say so."""
         with self.checkpoint.read(parts) as tensors:
             packed = pack(tensors)
@@ -168,8 +171,8 @@ class _Loader:
         matrices = [part for part, name in zip(parts, names, strict=True) if not name.endswith("bias")]
         packed = self._format(matrices, weight_format)
 
-        def pack(tensors: list[Tensor]) -> ExpertWeight:
-            widened = _alike(tensors[: len(matrices)])
+        def pack(tensors: Weights) -> ExpertWeight:
+            widened = [_dense(weight) for weight in _alike(tensors[: len(matrices)])]
             named: dict[str, Any] = dict(zip(names, [*widened, *tensors[len(matrices) :]], strict=True))
             gate, up, down = named.pop("gate", None), named.pop("up"), named.pop("down")
             return ops.pack_expert(gate, up, down, format=packed, **activation_options(spec), **named)
@@ -186,7 +189,7 @@ class _Loader:
         latent = spec.latent
         assert latent is not None, "only latent attention has a matrix per head"
 
-        def pack(tensors: list[Tensor]) -> tuple[HeadsWeight, HeadsWeight]:
+        def pack(tensors: Weights) -> tuple[HeadsWeight, HeadsWeight]:
             by_head = tensors[0].unflatten(0, (spec.num_heads, -1))
             keys, values = by_head.split([latent.plain_width, latent.value_width], dim=1)
             return (
@@ -209,11 +212,17 @@ def activation_options(spec: ExpertSpec) -> dict[str, Any]:
     return {"activation": spec.activation}
 
 
-def _alike(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors in one dtype: their own, or float32 if they have several."""
-    if len({tensor.dtype for tensor in tensors}) == 1:
-        return tensors
-    return [tensor.float() for tensor in tensors]
+def _alike(weights: Weights) -> Weights:
+    """The matrices stored alike: as they are, or as float32 if they are stored in several ways."""
+    if len({"mxfp4" if isinstance(weight, MXFP4) else weight.dtype for weight in weights}) == 1:
+        return weights
+    plain = (mxfp4_to_bfloat16(*weight) if isinstance(weight, MXFP4) else weight for weight in weights)
+    return [weight.float() for weight in plain]
+
+
+def _dense(weight: Tensor | MXFP4) -> Tensor | MXFP4:
+    """A matrix that is stored turned around or row by row with another, on its own."""
+    return weight if isinstance(weight, MXFP4) else weight.contiguous()
 
 
 def _load_layer(loader: _Loader, spec: ModelSpec, layer: int, rope: tuple[Tensor, Tensor]) -> LayerWeights:

@@ -25,6 +25,7 @@ from edge_runtime.model.architectures.table import Part, Shape, TensorTable
 from edge_runtime.model.json_file import read_json
 from edge_runtime.model.safetensors_file import FLOAT_DTYPES, ITEM_BYTES, Extent, SafetensorsFile
 from edge_runtime.model.spec import ModelSpec
+from kernels.ops import MXFP4
 from topology.ids import ExpertId
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ SHOWN_NAMES = 4
 HASH_ALL_BYTES = 256 << 20  # up to here the hash reads every byte: 35 MB take 50 ms, 256 MB 0.4 s
 HASH_SAMPLES = 64
 HASH_PAGE_BYTES = 4096
+NO_SCALE = 255  # the one exponent of mxfp4 that stands for NaN
 
 
 class Checkpoint:
@@ -102,11 +104,11 @@ class Checkpoint:
         ]
 
     @contextmanager
-    def read(self, parts: Sequence[Part]) -> Iterator[list[Tensor]]:
-        """The parts as [outputs, inputs] or vectors, only valid inside the block.
+    def read(self, parts: Sequence[Part]) -> Iterator[list[Any]]:
+        """The parts as [outputs, inputs] or vectors, Tensor or MXFP4, only valid inside the block.
 
-        What is stored as plain numbers is a view of the mapped file in the stored dtype; what is quantised becomes
-        bfloat16 (fp8 rounded to it, mxfp4 exactly). The file's pages leave this process's memory at the end of the
+        What is stored as plain numbers or mxfp4 is a view of the mapped file as it is stored; fp8 becomes bfloat16,
+        rounded once. The file's pages leave this process's memory at the end of the
         block, so what is copied or packed inside is all that stays. Ask for few at a time: one expert, one layer's
         projections.
         """
@@ -124,10 +126,15 @@ class Checkpoint:
         tensor = self._file_of[name].tensor(name)
         return tensor if expert is None else tensor[expert]
 
-    def _tensor(self, part: Part) -> Tensor:
+    def _tensor(self, part: Part) -> Tensor | MXFP4:
         if part.mxfp4:
             blocks, scales = (_taken(self._raw(name, part.expert), part.take) for name, *_ in part.tensors)
-            return quantised.mxfp4_to_bfloat16(blocks, scales)
+            if (scales == NO_SCALE).any():
+                name = part.tensors[1][0]
+                raise CheckpointError(
+                    f"{self._file_of[name].path}: tensor {name} has a scale of {NO_SCALE}, which is no number"
+                )
+            return MXFP4(blocks, scales)
         tensor = self._raw(part.name, part.expert)
         if self.extent(part.name).dtype == quantised.FP8_DTYPE:
             # Before rows are taken or turned: scales belong to blocks of the matrix as it is stored.

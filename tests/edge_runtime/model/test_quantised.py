@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from edge_runtime.errors import CheckpointError, ConfigError
+from edge_runtime.model.build import load_experts
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.quantised import fp8_to_bfloat16, mxfp4_to_bfloat16, scale_shape
-from tests.support.decoders import Sequences
+from tests.support.decoders import Sequences, all_experts
 from tests.support.families import mxfp4_codes, plain_copy, write_variant
 from tests.support.tiny_models import Reference, edit_config, read_tensors, write_tensors, write_tiny
 
@@ -191,7 +192,38 @@ def test_mxfp4_needs_widths_of_whole_blocks(tmp_path):
     assert "intermediate_size = 40 is not a multiple of 32, as mxfp4 needs" in fault(folder)
 
 
-def test_one_expert_is_decoded_without_the_others(tmp_path):
+def test_one_expert_is_read_without_the_others(tmp_path):
     checkpoint = Checkpoint.open(write_variant("gpt_oss", "mxfp4", tmp_path))
+    stored = read_tensors(tmp_path)
     with checkpoint.read([checkpoint.table.part("expert_up", 0, 3)]) as (found,):
-        assert found.shape == (32, 64) and found.untyped_storage().nbytes() == 32 * 64 * 2
+        assert torch.equal(found.blocks, stored["model.layers.0.mlp.experts.gate_up_proj_blocks"][3, 1::2])
+        assert torch.equal(found.scales, stored["model.layers.0.mlp.experts.gate_up_proj_scales"][3, 1::2])
+
+
+def test_mxfp4_stays_mxfp4_in_memory_unless_another_format_is_asked_for(tmp_path):
+    checkpoint = Checkpoint.open(write_variant("gpt_oss", "mxfp4", tmp_path))
+    ids = list(range(5, 45))
+    sizes, logits = {}, {}
+    for weight_format in ("as_stored", "mxfp4", "bfloat16", "float32", "int8"):
+        store = load_experts(
+            checkpoint, checkpoint.spec, all_experts(checkpoint.spec), weight_format=weight_format
+        )
+        sizes[weight_format] = store.nbytes
+        logits[weight_format] = Sequences(checkpoint, store=store).whole(ids)
+    assert sizes["as_stored"] == sizes["mxfp4"] < sizes["int8"] < sizes["bfloat16"] < sizes["float32"]
+    assert torch.equal(logits["mxfp4"], logits["as_stored"])
+    # The same numbers; but a block's scale is multiplied once, behind the sum of its 32 products.
+    assert torch.equal(logits["bfloat16"], logits["float32"])
+    assert (logits["float32"] - logits["mxfp4"]).abs().max() < 1e-4
+    assert 1e-4 < (logits["int8"] - logits["as_stored"]).abs().mean() < 0.1
+
+
+def test_a_scale_that_is_no_number_is_told_of_by_tensor(tmp_path):
+    folder = write_variant("gpt_oss", "mxfp4", tmp_path)
+    tensors = read_tensors(folder)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[name][2, 5, 0] = 255
+    write_tensors(folder, tensors)
+    checkpoint = Checkpoint.open(folder)
+    with pytest.raises(CheckpointError, match=f"tensor {name} has a scale of 255, which is no number"):
+        load_experts(checkpoint, checkpoint.spec, all_experts(checkpoint.spec))
