@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from topology.cluster import DECODE, Cluster, find_node
+from topology.cluster import DECODE, EXPERTS, Cluster, find_node
 from topology.costs import ModelFootprint, context_limit
-from topology.placement import NodePlan, Placement
+from topology.ids import describe_experts
+from topology.node_plan import NodePlan, Placement
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ def explain(placement: Placement, cluster: Cluster, footprint: ModelFootprint) -
     def row(plan: NodePlan) -> NodeRow:
         unique = sum(copies[expert] == 1 for expert in plan.experts)
         reasons = [
-            *_trunk_reasons(plan, cluster, footprint),
-            _expert_reason(plan, unique=unique, num_experts=num_experts),
+            *_trunk_reasons(plan, placement, cluster, footprint),
+            _expert_reason(plan, cluster, unique=unique, num_experts=num_experts),
+            *_pin_reasons(plan, cluster),
         ]
         return NodeRow(
             name=plan.node,
@@ -58,22 +60,40 @@ def explain(placement: Placement, cluster: Cluster, footprint: ModelFootprint) -
     return tuple(row(plan) for plan in placement.nodes)
 
 
-def _trunk_reasons(plan: NodePlan, cluster: Cluster, footprint: ModelFootprint) -> list[str]:
-    if plan.first_layer == plan.last_layer:
+def _trunk_reasons(
+    plan: NodePlan, placement: Placement, cluster: Cluster, footprint: ModelFootprint
+) -> list[str]:
+    declared = find_node(cluster, plan.node)
+    if not plan.layers:
+        if declared.holds_trunk:
+            return ["runs no layers in this plan, though its roles allow it, so holds neither trunk nor KV"]
         return ["runs no attention, so holds neither trunk nor KV"]
     tokens = plan.kv_blocks * footprint.block_tokens
-    role = "answers requests" if DECODE in plan.roles else "prefills for others"
-    reasons = [f"{role}, so holds all {plan.last_layer} layers of the trunk"]
+    group = next((group for group in placement.groups if plan.node in group.nodes), None)
+    if group is not None and len(group.stages) > 1:
+        others = ", ".join(str(stage) for stage in group.stages if stage.node != plan.node)
+        layers = f"layers {plan.first_layer} to {plan.last_layer - 1} of {footprint.num_layers}"
+        reasons = [f"answers requests together with {others}, so holds the trunk of {layers}"]
+    else:
+        role = "answers requests" if DECODE in plan.roles else "prefills for others"
+        reasons = [f"{role}, so holds all {plan.last_layer} layers of the trunk"]
     wanted = max(cluster.kv_tokens, context_limit(cluster, footprint))
     short = f" of the {wanted} wanted, all it has room for beside the rest" if tokens < wanted else ""
     reasons.append(f"KV for {tokens} tokens{short}")
     return reasons
 
 
-def _expert_reason(plan: NodePlan, *, unique: int, num_experts: int) -> str:
-    if "experts" not in plan.roles:
+def _expert_reason(plan: NodePlan, cluster: Cluster, *, unique: int, num_experts: int) -> str:
+    if EXPERTS not in find_node(cluster, plan.node).roles:
         return "does not have the role experts"
+    if EXPERTS not in plan.roles:
+        return "hosts no experts in this plan"
     if not plan.experts:
         return "no room left for an expert"
     others = len(plan.experts) - unique
     return f"{len(plan.experts)} of {num_experts} experts: {unique} only here, {others} also elsewhere"
+
+
+def _pin_reasons(plan: NodePlan, cluster: Cluster) -> list[str]:
+    pinned = [pin.expert for pin in cluster.pins if pin.node == plan.node]
+    return [f"pinned here: {describe_experts(pinned)}"] if pinned else []

@@ -11,6 +11,7 @@ from tests.support.planning import ALL, EXPERTS_ONLY, cluster, even_stages, mode
 from topology import costs
 from topology.cluster import Cluster, Node, Pin
 from topology.errors import PlacementError
+from topology.explain import explain
 from topology.ids import ExpertId
 from topology.layout import lay_out
 from topology.node_plan import GroupPlan, Placement, Stage
@@ -296,6 +297,19 @@ def test_room_that_others_need_is_taken_from_replicas() -> None:
     after = plan_placement(new, SMALL, previous=before)
     check(after, new)
     assert moved(before, after) == 0, "what must not be lost lies on one of them already"
+
+
+def test_explain_says_what_the_plan_uses_each_node_for() -> None:
+    nodes = (node("a", room_for(0.6)), node("b", room_for(0.6)), node("c", room_for(0.3)), host("x", 4))
+    built = replace(EMPTY, nodes=nodes, pins=(Pin(ExpertId(2, 1), "c"),))
+    placement = lay_out(built, SMALL, groups=[even_stages(("a", "b"), 4)], hosts={"a", "b", "c"})
+    why = {row.name: row.why for row in explain(placement, built, SMALL)}
+    assert why["a"].startswith(
+        "answers requests together with b layers 2-3, so holds the trunk of layers 0 to 1 of 4"
+    )
+    assert "runs no layers in this plan, though its roles allow it" in why["c"]
+    assert "pinned here: layer 2: 1" in why["c"]
+    assert why["x"].endswith("hosts no experts in this plan")
 
 
 def test_kv_stays_as_it_is_where_it_could_only_grow_a_little() -> None:

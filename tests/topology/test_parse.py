@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topology.cluster import Cluster, Link, find_node, is_loopback, split_address
+from topology.cluster import Cluster, Link, Pin, find_node, is_loopback, split_address
 from topology.errors import ClusterFileError, Fault, TopologyError, UnknownNode
+from topology.ids import ExpertId
 from topology.parse import parse_cluster
 
 GOOD = """\
@@ -35,6 +36,8 @@ SCRAPS = [
     "}",
     "[[node]]\n",
     "[link]\n",
+    "[[pin]]\n",
+    'expert = "3.17"\n',
     "node = 3\n",
     "=",
     "#",
@@ -443,3 +446,73 @@ def test_an_address_is_split_at_its_last_colon() -> None:
 def test_a_cluster_is_a_value() -> None:
     assert parse_cluster(GOOD) == parse_cluster(GOOD)
     assert isinstance(hash(parse_cluster(GOOD)), int) and isinstance(parse_cluster(GOOD), Cluster)
+
+
+def test_pins_name_an_expert_in_either_way() -> None:
+    pins = """
+[[pin]]
+expert = "3.17"
+node = "attic"
+
+[[pin]]
+layer = 0
+index = 2
+node = "desk"
+"""
+    found = parse_cluster(GOOD + pins).pins
+    assert found == (Pin(ExpertId(3, 17), "attic"), Pin(ExpertId(0, 2), "desk"))
+    assert parse_cluster(GOOD).pins == ()
+
+
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        ('expert = "3.17"', "missing; write it as in node = "),
+        ('node = "desk"', 'which expert is missing; write expert = "3.17", or layer = 3 and index = 17'),
+        ('layer = 3\nnode = "desk"', "which expert is missing"),
+        ('expert = "3.17"\nlayer = 3\nnode = "desk"', "write either expert, or layer and index"),
+        (
+            'expert = "3-17"\nnode = "desk"',
+            'expected layer and index in quotes, as in "3.17", found the text "3-17"',
+        ),
+        (
+            'expert = 3.17\nnode = "desk"',
+            'expected layer and index in quotes, as in "3.17", found the number 3.17',
+        ),
+        ('layer = -1\nindex = 0\nnode = "desk"', "expected a whole number from 0 on, found -1"),
+        (
+            'layer = 1\nindex = true\nnode = "desk"',
+            "expected a whole number from 0 on, found the boolean true",
+        ),
+        (
+            'expert = "3.17"\nnode = "dsk"',
+            'no node is called "dsk" (did you mean "desk"?); there are desk, attic',
+        ),
+        (
+            'expert = "3.17"\nnode = "talker"',
+            'talker does not have the role "experts", so it can hold no expert',
+        ),
+    ],
+)
+def test_a_pin_that_means_nothing_is_one_fault(pin: str, message: str) -> None:
+    talker = '[[node]]\nname = "talker"\naddress = "127.0.0.1:6003"\nmemory = "8 GiB"\nroles = ["decode"]\n'
+    text = GOOD + (talker if "talker" in message else "") + "[[pin]]\n" + pin
+    assert message in only_fault(text).message
+
+
+def test_a_pin_that_stands_twice_is_told_with_the_first_line() -> None:
+    twice = '[[pin]]\nexpert = "3.17"\nnode = "desk"\n[[pin]]\nlayer = 3\nindex = 17\nnode = "desk"\n'
+    fault = only_fault(GOOD + twice)
+    assert "pin of expert 3.17 on desk is already taken in line 15" in fault.message and fault.line == 18
+    elsewhere = twice.replace('index = 17\nnode = "desk"', 'index = 17\nnode = "attic"')
+    assert len(parse_cluster(GOOD + elsewhere).pins) == 2
+
+
+def test_the_plan_is_one_of_the_words_there_are() -> None:
+    assert parse_cluster(GOOD).plan == "home"
+    assert parse_cluster(changed('name = "home"', 'name = "home"\nplan = "auto"')).plan == "auto"
+    fault = only_fault(changed('name = "home"', 'name = "home"\nplan = "stage"'))
+    assert (
+        'plan "stage" is not supported (did you mean "stages"?); use home, solo, stages, auto'
+        in fault.message
+    )
