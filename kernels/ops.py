@@ -15,6 +15,7 @@ from kernels.activations import ACTIVATIONS, Activation
 from kernels.backends import set_num_threads
 from kernels.heads import HeadsWeight
 from kernels.packing import KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
+from kernels.reference.combine import experts_by
 from kernels.reference.dispatch import Dispatched
 from kernels.reference.formats import MXFP4, Weight, stored_format
 from kernels.reference.gate_topk import SCORES, GateRule
@@ -31,6 +32,7 @@ __all__ = [
     "combine",
     "dispatch",
     "embed",
+    "experts",
     "gate_topk",
     "grouped_ffn",
     "head_norm_rope",
@@ -648,3 +650,46 @@ def _check_combine(expert_out: Tensor, slots: Tensor, gate_weights: Tensor, hidd
     _dense("gate_weights", gate_weights, F32, (T, K))
     _rows("hidden", hidden, D, T)
     _rows("expert_out", expert_out, D)
+
+
+def experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    gate_weights: Tensor,
+    bank: ExpertBank,
+    hidden: Tensor,
+    *,
+    expert_out: Tensor,
+) -> bool:
+    """hidden [T, D] += the weighted sum of experts expert_ids [T, K] of x [T, D]: grouped_ffn and combine as one.
+
+    expert_out [T*K, D] is overwritten with the unweighted outputs. Returns whether `hidden` is finite afterwards.
+    """
+    backend = bank.backend
+    if backend is None or not backend.CHECKS:
+        _check_experts(x, expert_ids, gate_weights, bank, hidden, expert_out)
+    if backend is None:
+        if expert_ids.numel():
+            asked = int(expert_ids.view(-1)[0])
+            raise IndexError(f"expert_ids: asks for expert {asked}, but none is resident in this bank")
+        return True
+    if not hasattr(backend, "experts"):
+        return experts_by(backend, x, expert_ids, gate_weights, bank.handle, hidden, expert_out)
+    finite = backend.experts(x, expert_ids, gate_weights, bank.handle, hidden, expert_out)
+    if finite is None:
+        _check_experts(x, expert_ids, gate_weights, bank, hidden, expert_out)
+        raise _declined("experts")
+    return finite
+
+
+def _check_experts(
+    x: Tensor, expert_ids: Tensor, gate_weights: Tensor, bank: ExpertBank, hidden: Tensor, expert_out: Tensor
+) -> None:
+    if expert_ids.dim() != 2:
+        raise _wrong("expert_ids", expert_ids, I32, ("T", "K"))
+    T, K = expert_ids.shape
+    _dense("expert_ids", expert_ids, I32, (T, K))
+    _dense("gate_weights", gate_weights, F32, (T, K))
+    _rows("x", x, bank.D, T)
+    _rows("hidden", hidden, bank.D, T)
+    _rows("expert_out", expert_out, bank.D, T * K)

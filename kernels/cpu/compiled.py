@@ -77,6 +77,11 @@ paged_attention = _native.paged_attention
 gate_topk = _native.gate_topk
 grouped_ffn = _native.grouped_ffn
 combine = _native.combine
+experts = _native.experts
+
+# Only this backend has segments; see kernels.segments.
+AttentionSegment = _native.AttentionSegment
+attention_segment = _native.attention_segment
 
 set_num_threads = _native.set_num_threads
 num_threads = _native.num_threads

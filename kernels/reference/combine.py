@@ -1,4 +1,8 @@
-"""combine: expert order back to token order, weighted."""
+"""combine: expert order back to token order, weighted. experts: grouped_ffn and combine as one."""
+
+import math
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,3 +28,28 @@ def combine(expert_out: Tensor, slots: Tensor, gate_weights: Tensor, hidden: Ten
             if slot >= 0:
                 total = fma(gate_weights[t, j], expert_out[slot], total)
         hidden[t] += total
+
+
+def experts_by(
+    backend: ModuleType,
+    x: Tensor,
+    expert_ids: Tensor,
+    gate_weights: Tensor,
+    bank: Any,
+    hidden: Tensor,
+    expert_out: Tensor,
+) -> bool:
+    """grouped_ffn of a backend over all slots, then its combine. Whether `hidden` is finite afterwards.
+
+    x             [T, D]    float32
+    expert_ids    [T, K]    int32; not resident: IndexError naming the id, and nothing is written
+    gate_weights  [T, K]    float32
+    hidden        [T, D]    float32, the residual, added to in place
+    expert_out    [T*K, D]  float32, overwritten: row t*K + j is expert expert_ids[t, j] applied to x[t]
+    """
+    T, K = expert_ids.shape
+    rows = torch.arange(T, dtype=torch.int32).repeat_interleave(K)
+    backend.grouped_ffn(x, rows, expert_ids.view(-1), bank, expert_out)
+    slots = torch.arange(T * K, dtype=torch.int32).view(T, K)
+    backend.combine(expert_out, slots, gate_weights, hidden)
+    return math.isfinite(float(hidden.sum()))

@@ -130,7 +130,9 @@ def test_linear_has_the_same_bits_on_every_isa(on_every_isa, random, T, N, K, dt
     "activation", [{}, {"activation": "geglu_tanh"}, {"activation": "clamped_swiglu", "limit": 0.9}, {"activation": "relu"}]
 )  # fmt: skip
 @pytest.mark.parametrize("D, F, biases", [(33, 17, True), (64, 96, False)])
-def test_grouped_ffn_has_the_same_bits_on_every_isa(on_every_isa, random, make_bank, D, F, biases, activation):
+def test_grouped_ffn_has_the_same_bits_on_every_isa(
+    on_every_isa, random, make_bank, D, F, biases, activation
+):
     bank, _ = make_bank(4, D, F, biases=biases, **activation)
     x, rows, ids = random(9, D, scale=4.0), random.integers(9, (40,)), random.integers(4, (40,))
     assert_same_bits(on_every_isa(lambda: ops.grouped_ffn(x, rows, ids, bank)))
@@ -145,7 +147,9 @@ def test_attention_has_the_same_bits_on_every_isa(on_every_isa, random, make_pag
     position = torch.tensor([*range(20, 40), 6, 49, 0], dtype=torch.int32)
     q = random(23, H, P, scale=3.0)
     assert_same_bits(
-        on_every_isa(lambda: ops.paged_attention(q, k_pages, v_pages, tables, request, position, 0.3, **extras))
+        on_every_isa(
+            lambda: ops.paged_attention(q, k_pages, v_pages, tables, request, position, 0.3, **extras)
+        )
     )
 
 
@@ -157,7 +161,13 @@ def test_norms_gates_and_sums_have_the_same_bits_on_every_isa(on_every_isa, rand
     rules = (
         {"renormalise": True},
         {"renormalise": True, "scores": "softmax_of_top_k", "expert_scale": biases},
-        {"renormalise": True, "scores": "sigmoid", "selection_bias": biases, "num_groups": 6, "top_groups": 3},
+        {
+            "renormalise": True,
+            "scores": "sigmoid",
+            "selection_bias": biases,
+            "num_groups": 6,
+            "top_groups": 3,
+        },
     )
 
     def run():

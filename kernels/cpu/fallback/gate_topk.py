@@ -17,7 +17,8 @@ def gate_topk(
     weights: Tensor,
 ) -> None:
     if counts is not None and count_rows is not None and len(count_rows):
-        if not -1 <= int(count_rows.min()) <= int(count_rows.max()) < len(counts):
+        lowest, highest = int(count_rows.min()), int(count_rows.max())
+        if lowest < -1 or highest >= len(counts):
             raise ValueError(f"count_rows: found {count_rows.tolist()}, expected -1 to {len(counts) - 1}")
     if rule.scores == "sigmoid":
         score = 1.0 / (1.0 + torch.exp(-logits))

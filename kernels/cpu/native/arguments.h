@@ -43,7 +43,7 @@ struct ExchangeApi {
 constexpr int32_t CPU = 1;
 }  // namespace dlpack
 
-enum Item : int { FLOAT32 = 2, INT32 = 0, INT8 = 8, OTHER = -1 };  // DLPack's type codes; those of 8 bits plus 8
+enum Item : int { FLOAT32 = 2, INT32 = 0, SIGNED_BYTE = 8, OTHER = -1 };  // DLPack's type codes; those of 8 bits plus 8
 
 struct Argument {
     static constexpr int MOST = 4;
@@ -135,7 +135,7 @@ inline bool read(py::handle object, Argument& argument) {
     argument.ndim = static_cast<int>(shape.size());
     argument.item = dtype.ptr() == access.float32 ? FLOAT32
                     : dtype.ptr() == access.int32 ? INT32
-                    : dtype.ptr() == access.int8  ? INT8
+                    : dtype.ptr() == access.int8  ? SIGNED_BYTE
                                                   : OTHER;
     for (int i = 0; i < argument.ndim; ++i) {
         argument.shape[i] = shape[i].cast<int64_t>();

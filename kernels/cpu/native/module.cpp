@@ -12,6 +12,8 @@
 #include "arguments.h"
 #include "packed.h"
 #include "parts.h"
+#include "segments.h"
+#include "steps.h"
 #include "table.h"
 
 namespace edge {
@@ -87,21 +89,6 @@ void check_range(const char* name, const int32_t* values, int64_t count, int64_t
     if (i >= 0)
         throw py::value_error(std::string(name) + ": entry " + text(i) + " is " + text(values[i]) + ", expected " +
                               text(low) + " to " + text(high - 1));
-}
-
-void write_kv(const KvPages& pages, const float* k, int64_t k_stride, int64_t k_head_stride, const float* v,
-              int64_t v_stride, int64_t v_head_stride, const int32_t* slots, int64_t T) {
-    const int64_t G = pages.G, P = pages.P, Pv = pages.Pv;
-    for (int64_t t = 0; t < T; ++t) {
-        const int64_t block = slots[t] / 16, offset = slots[t] % 16;
-        for (int64_t g = 0; g < G; ++g) {
-            const float* from = k + t * k_stride + g * k_head_stride;
-            float* to = pages.k + (block * G + g) * P * 16 + offset;
-            for (int64_t p = 0; p < P; ++p) to[p * 16] = from[p];
-            std::memcpy(pages.v + ((block * G + g) * 16 + offset) * Pv, v + t * v_stride + g * v_head_stride,
-                        static_cast<size_t>(Pv) * sizeof(float));
-        }
-    }
 }
 
 // Every call_* below returns false, having done nothing, when an argument does not fit; kernels/ops.py then says which.
@@ -283,13 +270,13 @@ bool read_counts(py::handle counts_, py::handle count_rows_, GateCall& call) {
     if (counts_.is_none() || count_rows_.is_none()) return counts_.is_none() && count_rows_.is_none();
     Argument counts, count_rows;
     if (!read(counts_, counts) || !read(count_rows_, count_rows) || counts.ndim != 2 || counts.shape[1] != call.E ||
-        (call.E > 1 && counts.strides[1] != 1) || (counts.item != INT8 && counts.item != INT32) ||
+        (call.E > 1 && counts.strides[1] != 1) || (counts.item != SIGNED_BYTE && counts.item != INT32) ||
         !count_rows.is_dense(INT32, 1) || count_rows.shape[0] != call.T)
         return false;
     check_range("count_rows", count_rows.ints(), call.T, -1, counts.shape[0]);
     call.counts = counts.data;
     call.counts_stride = counts.strides[0];
-    call.counts_are_int8 = counts.item == INT8;
+    call.counts_are_int8 = counts.item == SIGNED_BYTE;
     call.count_rows = count_rows.ints();
     return true;
 }
@@ -316,6 +303,14 @@ bool call_gate_topk(py::handle logits_, int64_t k, py::handle rule, py::handle c
     return true;
 }
 
+void check_resident(const Bank::Table& table, const int32_t* ids, int64_t R) {
+    const int64_t E = static_cast<int64_t>(table.size());
+    for (int64_t i = 0; i < R; ++i)
+        if (ids[i] < 0 || ids[i] >= E || !table[ids[i]])
+            throw py::index_error("expert_ids: entry " + text(i) + " asks for expert " + text(ids[i]) +
+                                  ", which is not resident in this bank of " + text(E));
+}
+
 bool call_grouped_ffn(py::handle x_, py::handle rows_, py::handle expert_ids_, const Bank& bank, py::handle out_) {
     Argument x, row, expert_id, out;
     if (!read(x_, x) || !read(rows_, row) || !read(expert_ids_, expert_id) || !read(out_, out)) return false;
@@ -325,37 +320,11 @@ bool call_grouped_ffn(py::handle x_, py::handle rows_, py::handle expert_ids_, c
     if (expert_id.shape[0] != R || out.shape[0] != R) return false;
     const auto table = bank.table();
     const int32_t *rows = row.ints(), *ids = expert_id.ints();
-    const int64_t E = static_cast<int64_t>(table->size());
-    for (int64_t i = 0; i < R; ++i)
-        if (ids[i] < 0 || ids[i] >= E || !(*table)[ids[i]])
-            throw py::index_error("expert_ids: entry " + text(i) + " asks for expert " + text(ids[i]) +
-                                  ", which is not resident in this bank of " + text(E));
+    check_resident(*table, ids, R);
     check_range("rows", rows, R, 0, x.shape[0]);
     py::gil_scoped_release release;
 
-    static thread_local std::vector<int64_t> next, offsets;
-    static thread_local std::vector<int32_t> sorted;
-    static thread_local std::vector<const Expert*> experts;
-    next.assign(E + 1, 0);
-    sorted.resize(2 * R);
-    offsets.clear();
-    experts.clear();
-    for (int64_t i = 0; i < R; ++i) ++next[ids[i] + 1];
-    for (int64_t e = 0; e < E; ++e) {
-        if (next[e + 1] > 0) {
-            offsets.push_back(next[e]);
-            experts.push_back(&(*table)[e]->view());
-        }
-        next[e + 1] += next[e];
-    }
-    offsets.push_back(R);
-    for (int64_t i = 0; i < R; ++i) {  // stable: an expert meets its rows in the order given
-        const int64_t place = next[ids[i]]++;
-        sorted[place] = rows[i];
-        sorted[R + place] = static_cast<int32_t>(i);
-    }
-    experts_in_parts(*active, {x.floats(), x.strides[0], sorted.data(), sorted.data() + R, offsets.data(),
-                               experts.data(), static_cast<int64_t>(experts.size()), out.floats(), out.strides[0]});
+    run_experts(*active, *table, x.floats(), x.strides[0], rows, ids, R, out.floats(), out.strides[0]);
     return true;
 }
 
@@ -374,6 +343,130 @@ bool call_combine(py::handle expert_out_, py::handle slots_, py::handle weights_
     py::gil_scoped_release release;
     active->combine(expert_out.floats(), expert_out.strides[0], slots.ints(), weights.floats(), T, K, D,
                     hidden.floats(), hidden.strides[0]);
+    return true;
+}
+
+// grouped_ffn over all slots, then combine. Returns whether `hidden` is finite after it, or None if an argument does not
+// fit.
+py::object call_experts(py::handle x_, py::handle expert_ids_, py::handle weights_, const Bank& bank, py::handle hidden_,
+                        py::handle expert_out_) {
+    Argument x, expert_ids, weights, hidden, expert_out;
+    if (!read(x_, x) || !read(expert_out_, expert_out) || !read(expert_ids_, expert_ids) || !read(weights_, weights) || !read(hidden_, hidden) ||
+        !expert_ids.is_dense(INT32, 2) || !weights.is_dense(FLOAT32, 2) || !x.is_rows(bank.D()) || !hidden.is_rows(bank.D()))
+        return py::none();
+    const int64_t T = expert_ids.shape[0], K = expert_ids.shape[1], D = bank.D(), R = T * K;
+    if (weights.shape[0] != T || weights.shape[1] != K || x.shape[0] != T || hidden.shape[0] != T ||
+        !expert_out.is_rows(D) || expert_out.shape[0] != R)
+        return py::none();
+    const auto table = bank.table();
+    check_resident(*table, expert_ids.ints(), R);
+    bool is_finite;
+    {
+        py::gil_scoped_release release;
+        static thread_local std::vector<int32_t> rows, slots;
+        rows.resize(R);
+        slots.resize(R);
+        for (int64_t i = 0; i < R; ++i) {
+            rows[i] = static_cast<int32_t>(i / K);
+            slots[i] = static_cast<int32_t>(i);
+        }
+        float* out = expert_out.floats();
+        const int64_t stride = expert_out.strides[0];
+        run_experts(*active, *table, x.floats(), x.strides[0], rows.data(), expert_ids.ints(), R, out, stride);
+        active->combine(out, stride, slots.data(), weights.floats(), T, K, D, hidden.floats(), hidden.strides[0]);
+        is_finite = active->finite(hidden.floats(), hidden.strides[0], T, D);
+    }
+    return py::bool_(is_finite);
+}
+
+// Reads what AttentionSegment points to. The caller has checked the shapes: kernels/segments.py.
+std::unique_ptr<AttentionSegment> new_attention_segment(py::dict given) {
+    auto segment = std::make_unique<AttentionSegment>();
+    AttentionSegment& s = *segment;
+    const auto floats = [&](const char* name) -> float* {
+        Argument tensor;
+        const py::object object = given[name];
+        if (object.is_none()) return nullptr;
+        if (!read(object, tensor) || tensor.item != FLOAT32) throw py::value_error(std::string(name) + ": not float32");
+        return tensor.floats();
+    };
+    s.D = given["D"].cast<int64_t>();
+    s.H = given["H"].cast<int64_t>();
+    s.G = given["G"].cast<int64_t>();
+    s.P = given["P"].cast<int64_t>();
+    s.eps = given["eps"].cast<float>();
+    s.input_norm = floats("input_norm");
+    s.qkv = given["qkv"].cast<std::shared_ptr<PackedPanels>>();
+    s.qkv_bias = floats("qkv_bias");
+    s.q_norm = floats("q_norm");
+    s.k_norm = floats("k_norm");
+    s.norms_whole = given["norms_whole"].cast<bool>();
+    s.cos = floats("cos");
+    s.sin = floats("sin");
+    s.S = given["S"].cast<int64_t>();
+    s.C = given["C"].cast<int64_t>();
+    s.interleaved = given["interleaved"].cast<bool>();
+    if (!read_pages(given["k_pages"], given["v_pages"], s.pages)) throw py::value_error("k_pages, v_pages: do not fit");
+    s.scale = given["scale"].cast<float>();
+    s.window = given["window"].is_none() ? 0 : given["window"].cast<int64_t>();
+    s.sinks = floats("sinks");
+    s.soft_cap = given["soft_cap"].is_none() ? 0.0f : given["soft_cap"].cast<float>();
+    s.out = given["out"].cast<std::shared_ptr<PackedPanels>>();
+    s.out_bias = floats("out_bias");
+    s.post_norm = floats("post_norm");
+    if (!given["gate"].is_none()) {
+        s.gate = given["gate"].cast<std::shared_ptr<PackedPanels>>();
+        s.gate_bias = floats("gate_bias");
+        s.rule.E = s.gate->view().num_outputs;
+        s.rule.k = given["top_k"].cast<int64_t>();
+        if (!read_rule(given["rule"], s.rule.E, s.rule)) throw py::value_error("rule: does not fit the gate");
+    }
+    return segment;
+}
+
+// False if an argument does not fit.
+bool call_attention_segment(const AttentionSegment& s, py::handle hidden_, py::handle x_, py::handle positions_,
+                            py::handle slots_, py::handle row_request_, py::handle block_tables_, py::handle buffer_,
+                            py::handle logits_, py::handle ids_, py::handle weights_, py::handle counts,
+                            py::handle count_rows) {
+    Argument hidden, x, positions, slots, row_request, tables, buffer, logits, ids, weights;
+    if (!read(hidden_, hidden) || !read(x_, x) || !read(positions_, positions) || !read(slots_, slots) ||
+        !read(row_request_, row_request) || !read(block_tables_, tables) || !read(buffer_, buffer) || !hidden.is_rows(s.D) || !x.is_rows(s.D))
+        return false;
+    const int64_t T = hidden.shape[0];
+    if (x.shape[0] != T || !tables.is_dense(INT32, 2) || !buffer.is_dense(FLOAT32, 1) ||
+        buffer.shape[0] < T * 2 * (s.H + s.G) * s.P)
+        return false;
+    for (const Argument* indices : {&positions, &slots, &row_request})
+        if (!indices->is_dense(INT32, 1) || indices->shape[0] != T) return false;
+    GateCall gate = s.rule;
+    if (s.gate) {
+        if (!read(ids_, ids) || !read(weights_, weights) || !read(logits_, logits) || !logits.is_dense(FLOAT32, 2) ||
+            logits.shape[0] != T || logits.shape[1] != s.rule.E || !ids.is_dense(INT32, 2) || !weights.is_dense(FLOAT32, 2) ||
+            ids.shape[0] != T || ids.shape[1] != s.rule.k || weights.shape[0] != T || weights.shape[1] != s.rule.k)
+            return false;
+        gate.T = T;
+        gate.ids = ids.ints();
+        gate.weights = weights.floats();
+        if (!read_counts(counts, count_rows, gate)) return false;
+    }
+    const SegmentRows rows{T, hidden.floats(), x.floats(), hidden.strides[0], x.strides[0], positions.ints(),
+                           slots.ints(), row_request.ints(), tables.ints(), tables.shape[1], buffer.floats(),
+                           logits.floats()};
+    check_range("positions", rows.positions, T, 0, std::min(s.S, rows.M * 16));
+    check_range("slots", rows.slots, T, 0, s.pages.num_blocks * 16);
+    check_range("row_request", rows.row_request, T, 0, tables.shape[0]);
+    AttentionCall seen{};
+    seen.pages = s.pages;
+    seen.block_tables = rows.block_tables;
+    seen.M = rows.M;
+    seen.row_request = rows.row_request;
+    seen.row_position = rows.positions;
+    seen.T = T;
+    seen.window = s.window;
+    check_tables(seen);
+    py::gil_scoped_release release;
+    run_attention_segment(*active, s, rows, gate);
     return true;
 }
 
@@ -459,6 +552,9 @@ PYBIND11_MODULE(_native, m) {
                  self.fill_bias(first, at<float>(values), count);
              })
         .def_property_readonly("nbytes", &PackedExpert::nbytes);
+    py::class_<AttentionSegment>(m, "AttentionSegment").def(py::init(&new_attention_segment));
+    m.def("attention_segment", &call_attention_segment);
+    m.def("experts", &call_experts);
     py::class_<PackedHeads>(m, "PackedHeads").def(py::init<std::vector<std::shared_ptr<PackedPanels>>>());
     py::class_<Bank>(m, "Bank")
         .def(py::init<int64_t, int64_t>())

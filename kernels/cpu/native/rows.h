@@ -137,6 +137,16 @@ void tanh_row(const float* x, int64_t n, float* out) {
     for (int64_t i = 0; i < n; i += 16) store_lanes(out + i, tanh_lanes(load_lanes(x + i, n - i)), n - i);
 }
 
+bool finite(const float* x, int64_t stride, int64_t T, int64_t N) {
+    V sum = zero();  // a - a is 0, or nan for nan and inf
+    for (int64_t t = 0; t < T; ++t)
+        for (int64_t i = 0; i < N; i += 16) {
+            const V v = load_lanes(x + t * stride + i, N - i);
+            sum = add(sum, sub(v, v));
+        }
+    return lane_sum(sum) == 0.0f;
+}
+
 // 32 vector multiply-adds a turn in 8 independent chains: the most this core can do.
 float fma_turns(int64_t turns) {
     V acc[8], a = set1(0.999f), b = set1(1e-3f);

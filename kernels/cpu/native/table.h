@@ -112,6 +112,7 @@ struct Kernels {
                     int64_t D, float* hidden, int64_t hidden_stride);
     void (*exp)(const float* x, int64_t n, float* out);  // these two for the test of their accuracy
     void (*tanh)(const float* x, int64_t n, float* out);
+    bool (*finite)(const float* x, int64_t stride, int64_t T, int64_t N);  // whether all of x is
     float (*fma_turns)(int64_t turns);                   // for the roofline: 512 multiply-adds each, nothing else
 };
 

@@ -20,7 +20,7 @@ namespace {
 
 const Kernels* EDGE_TABLE() {
     static const Kernels table = {EDGE_ISA_NAME, linear_with_bias, rms_norm, head_norm_rope, soft_cap, paged_attention,
-                                  gate_topk,     grouped_ffn,      combine,  exp_row,        tanh_row, fma_turns};
+                                  gate_topk,     grouped_ffn,      combine,  exp_row,        tanh_row, finite, fma_turns};
     return &table;
 }
 
