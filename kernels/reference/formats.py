@@ -72,7 +72,7 @@ def encode(weight: Weight, format: str) -> Tensor | Codes:
     if format not in FORMATS:
         raise ValueError(f"format: found {format!r}, expected one of {', '.join(FORMATS)}")
     step = max(1, BLOCK_VALUES // max(1, weight.shape[1]))
-    parts = [QUANTISERS[format].quantise(rows.float()) for rows in weight.split(step)]
+    parts = [QUANTISERS[format].quantise(rows.float().contiguous()) for rows in weight.split(step)]
     values, scales = (torch.cat(part) for part in zip(*parts, strict=True))
     return Codes(format, values, scales, weight.shape[1])
 

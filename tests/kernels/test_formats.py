@@ -230,3 +230,12 @@ def test_a_format_that_a_backend_lacks_is_refused_naming_its_operations(backend,
         ValueError, match="^format: found 'int3', which grouped_ffn of the .* lack, expected as_stored"
     ):
         ops.pack_expert(random(4, 8), random(4, 8), random(8, 4), format="int3")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_weight_of_any_strides_is_packed_as_its_values_stand(backend, random, format):
+    both = random(80, 64)
+    for weight in (both[0::2], both.T, both[:, 8:40]):
+        x = random(3, weight.shape[1])
+        dense = ops.linear(x, ops.pack_linear(weight.contiguous(), format=format))
+        assert torch.equal(ops.linear(x, ops.pack_linear(weight, format=format)), dense)

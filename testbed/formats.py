@@ -1,0 +1,175 @@
+"""Perplexity and bytes of a model in every weight format: `python -m testbed.formats --text FILE...`.
+
+Reads text given by the user: one document a line of jsonl (its "text"), or a whole file otherwise. Of each document the
+first window is read, in one step; every token from the second on counts. Only the routed experts change format, as on a
+node. Knows no cluster.
+"""
+
+import gzip
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import click
+import torch
+from tokenizers import Tokenizer
+
+from edge_runtime.cache.pages import KVPages
+from edge_runtime.model.attention import AttentionBatch
+from edge_runtime.model.build import load_experts, load_trunk
+from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.decoder import Decoder
+from edge_runtime.model.moe import LocalExperts
+from kernels.packing import FORMATS, KV_BLOCK_TOKENS
+from topology.ids import ExpertId
+
+AS_STORED = "as_stored"
+DEMO = Path(__file__).resolve().parent / "models" / "edge-moe-demo"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    weight_format: str
+    perplexity: float
+    """Geometric mean over all tokens that were predicted."""
+    tokens: int
+    expert_bytes: int
+    trunk_bytes: int
+
+
+def documents(path: Path) -> Iterator[str]:
+    """The texts of a file: of jsonl (.gz or not) each line's "text", else the whole file."""
+    with (
+        gzip.open(path, "rt", encoding="utf-8")
+        if path.suffix == ".gz"
+        else path.open(encoding="utf-8") as file
+    ):
+        if ".jsonl" not in path.suffixes:
+            yield file.read()
+            return
+        for number, line in enumerate(file, 1):
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise click.BadParameter(
+                    f'{path}, line {number}: found no JSON object with "text", expected one'
+                ) from error
+            yield str(text)
+
+
+def windows(
+    paths: Sequence[Path], tokenizer: Tokenizer, length: int, most: int | None
+) -> Iterator[list[int]]:
+    """The first `length` token ids of each document, of at most `most` documents of each file."""
+    for path in paths:
+        for text in islice(documents(path), most):
+            yield tokenizer.encode(text).ids[:length]
+
+
+class Model:
+    """A whole model on this machine whose experts can change format."""
+
+    def __init__(self, folder: Path, context_tokens: int | None) -> None:
+        self.checkpoint = Checkpoint.open(folder)
+        self.spec = spec = self.checkpoint.spec
+        self.context_tokens = min(context_tokens or spec.context_tokens, spec.context_tokens)
+        self.trunk = load_trunk(self.checkpoint, spec, 0, spec.num_layers, context_tokens=self.context_tokens)
+        num_blocks = -(-self.context_tokens // KV_BLOCK_TOKENS)
+        pages = KVPages(num_blocks, spec.kv_shapes(0, spec.num_layers))
+        self.decoder = Decoder(spec, self.trunk, pages, max_rows=self.context_tokens)
+        self.tables = torch.arange(num_blocks, dtype=torch.int32)[None]
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def measure(self, weight_format: str, texts: Sequence[Sequence[int]]) -> Row:
+        """Read all texts with the experts in this format."""
+        layers = [(index, layer.gate) for index, layer in enumerate(self.spec.layers) if layer.gate]
+        wanted = [ExpertId(index, i) for index, gate in layers for i in range(gate.num_experts)]
+        store = load_experts(self.checkpoint, self.spec, wanted, weight_format=weight_format)
+        port, nats, count = LocalExperts(store), 0.0, 0
+        for ids in texts:
+            nats += self._nats(ids, port)
+            count += len(ids) - 1
+        perplexity = math.exp(nats / count) if count else math.nan
+        return Row(weight_format, perplexity, count, store.nbytes, self.trunk.nbytes)
+
+    def _nats(self, ids: Sequence[int], port: LocalExperts) -> float:
+        """The negative log likelihood of a text's tokens after the first."""
+        T = len(ids)
+        token_ids, positions = torch.tensor(ids, dtype=torch.int32), torch.arange(T, dtype=torch.int32)
+        batch = AttentionBatch(positions, positions.clone(), torch.zeros(T, dtype=torch.int32), self.tables)
+        logits = self.decoder.head(self.decoder.run(token_ids, batch, port))[:-1]
+        chosen = logits.gather(1, token_ids[1:, None].long())[:, 0]
+        return float((logits.logsumexp(dim=1) - chosen).double().sum())
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as markdown; change against the first."""
+    lines = [
+        "| experts in | perplexity | change | MB of experts | of as stored |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        change = f"{(row.perplexity / rows[0].perplexity - 1) * 100:+.2f} %"
+        share = f"{row.expert_bytes / rows[0].expert_bytes:.3f}" if rows[0].expert_bytes else "-"
+        size = f"{row.expert_bytes / 1e6:.2f}"
+        lines.append(f"| {row.weight_format} | {row.perplexity:.3f} | {change} | {size} | {share} |")
+    lines.append(
+        f"\n{rows[0].tokens} tokens predicted; the rest of the model takes {rows[0].trunk_bytes / 1e6:.2f} MB."
+    )
+    return "\n".join(lines)
+
+
+@click.command()
+@click.option(
+    "--text",
+    "texts",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    multiple=True,
+    required=True,
+    help="Text to read: plain, .jsonl or .jsonl.gz; may be given again, and more may follow as arguments.",
+)
+@click.argument("more", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option(
+    "--model", type=click.Path(path_type=Path, exists=True), default=DEMO, help="Folder of a model."
+)
+@click.option("--formats", "names", default=",".join((AS_STORED, *FORMATS)), show_default=True)
+@click.option("--context", type=click.IntRange(2), default=None, help="Tokens a window; default the model's.")
+@click.option(
+    "--documents", "most", type=click.IntRange(1), default=None, help="At most so many of each file."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list for scripts.")
+def main(
+    texts: tuple[Path, ...],
+    more: tuple[Path, ...],
+    model: Path,
+    names: str,
+    context: int | None,
+    most: int | None,
+    as_json: bool,
+) -> None:
+    """Print perplexity and bytes of a model with its experts in each format."""
+    allowed = (AS_STORED, *FORMATS)
+    wanted = names.split(",")
+    if wrong := [name for name in wanted if name not in allowed]:
+        raise click.BadParameter(f"formats: found {', '.join(wrong)}, expected some of {', '.join(allowed)}")
+    loaded = Model(model, context)
+    read = list(windows((*texts, *more), loaded.tokenizer, loaded.context_tokens, most))
+    read = [ids for ids in read if len(ids) > 1]
+    if not read:
+        raise click.BadParameter(
+            "text: found no token to predict, expected at least two tokens of one document"
+        )
+    rows = []
+    for name in wanted:
+        rows.append(loaded.measure(name, read))
+        click.echo(f"{name}: {rows[-1].perplexity:.3f}", err=True)
+    click.echo(json.dumps([asdict(row) for row in rows]) if as_json else table(rows))
+
+
+if __name__ == "__main__":
+    main()
