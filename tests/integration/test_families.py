@@ -1,0 +1,82 @@
+"""Families on eight nodes: one that attends and seven that hold the experts, greedy tokens as in one process."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.tokenizer import Tokenizer
+from tests.support.clusters import MODEL, LocalCluster, write_topology
+from tests.support.decoders import Sequences
+from tests.support.tiny_models import write_tiny
+
+pytestmark = pytest.mark.timeout(240)
+
+PROMPTS = ("def add(a, b):", "Once upon a time", "SELECT name FROM")
+NUM_TOKENS = 16
+
+TOPOLOGY = """
+[cluster]
+name = "family"
+model = "../models/edge-moe-demo"
+coordinator = "127.0.0.1:25550"
+memory_ratio = 1.0
+kv_tokens = 1024
+
+[default_link]
+rtt = "300 us"
+bandwidth = "1 Gbit/s"
+
+[[node]]
+name = "home"
+address = "127.0.0.1:25551"
+roles = ["prefill", "decode"]
+memory = "420 MiB"
+"""
+HOST = """
+[[node]]
+name = "host-{index}"
+address = "127.0.0.1:{port}"
+roles = ["experts"]
+memory = "400 MiB"
+"""
+
+
+def write_model(family: str, folder: Path) -> Path:
+    """A tiny model that reads and writes the demo model's tokens."""
+    write_tiny(family, folder, vocab_size=8192, max_position_embeddings=256)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(MODEL / name, folder / name)
+    return folder
+
+
+def greedy(folder: Path, prompt: str) -> list[int]:
+    """What one process answers."""
+    tokenizer = Tokenizer.open(folder)
+    sequences = Sequences(Checkpoint.open(folder))
+    logits = sequences.whole(tokenizer.encode(prompt))
+    found: list[int] = []
+    while len(found) < NUM_TOKENS:
+        token = int(logits[-1].argmax())
+        if token in tokenizer.eos_token_ids:
+            break
+        found.append(token)
+        logits = sequences.step([(0, [token])])[0]
+    return found
+
+
+# Those whose layers have something beside a gate and experts, or whose experts are not plain SwiGLU.
+@pytest.mark.parametrize("family", ["deepseek_v2", "gemma4", "gpt_oss", "qwen2_moe"])
+def test_eight_nodes_answer_as_one_process_does(family: str, tmp_path: Path) -> None:
+    folder = write_model(family, tmp_path / "model")
+    scenario = tmp_path / "family.toml"
+    hosts = (HOST.format(index=index, port=25552 + index) for index in range(7))
+    scenario.write_text(TOPOLOGY + "".join(hosts))
+    with LocalCluster(write_topology(tmp_path, scenario, model=folder)) as cluster:
+        answers = cluster.answers(PROMPTS, "--max-tokens", str(NUM_TOKENS))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        found = [token for token in answer["token_ids"] if token not in Tokenizer.open(folder).eos_token_ids]
+        assert found == greedy(folder, prompt)
+        assert answer["bill"]["exact_here"] == 0, "every routed expert is on another node"
+        assert sum(node["expert_slots"] > 0 for node in answer["nodes"].values()) >= 4
