@@ -18,7 +18,7 @@ class _Several(click.ParamType):
     name = "list"
 
     def __init__(self, known: Sequence[str] = ()) -> None:
-        self._known = known
+        self.known = known
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
@@ -26,10 +26,10 @@ class _Several(click.ParamType):
         if isinstance(value, tuple):
             return value
         parts = [part.strip() for part in str(value).split(",")]
-        if self._known:
+        if self.known:
             for part in parts:
-                if part not in self._known:
-                    self.fail(f"{part!r} is none of {', '.join(self._known)}", param, ctx)
+                if part not in self.known:
+                    self.fail(f"{part!r} is none of {', '.join(self.known)}", param, ctx)
             return tuple(parts)
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             self.fail(f"{value!r} is no list of whole numbers from 1 on, such as 1,4,16", param, ctx)

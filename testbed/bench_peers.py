@@ -140,10 +140,11 @@ def measure(
     sizes = sizes_of(config)
     stream = Stream(min(STREAM_BYTES_MAX, int(sizes.total * BLOCK_BYTES[format])), threads)
     result.load_average.append(os.getloadavg()[0])
+    what = f"{sitting.model.name} {format}, {threads} thread{'s' * (threads > 1)}"
     with ExitStack() as up:
         engines: list[Engine] = []
         for name in sitting.engines:
-            say(f"{sitting.model.name} {format}, {threads} threads: starting {name}")
+            say(f"{what}: starting {name}")
             try:
                 engine = _start(name, sitting, format, threads, context, clock, up)
             except EdgeError as error:
@@ -151,20 +152,6 @@ def measure(
                 continue
             engines.append(engine)
             result.versions[name] = str(engine.facts.get("version", ""))
-        for turn in range(sitting.rounds + 1):
-            for cell in cells:
-                work = Work(cell.kind, corpus.prompts(cell.requests, cell.tokens, turn), sitting.steps)
-                result.stream_bps.append(stream.bytes_per_s())
-                for engine in list(engines):
-                    try:
-                        rate = engine.run(work)
-                    except EdgeError as error:
-                        result.left_out[engine.name] = f"{cell.title}: {error}"
-                        engines.remove(engine)
-                        continue
-                    if turn:  # the first warms up
-                        result.rates.setdefault(engine.name, {}).setdefault(cell.title, []).append(rate)
-            say(f"{sitting.model.name} {format}, {threads} threads: round {turn} of {sitting.rounds}")
         for engine in engines:
             if isinstance(engine, WorkerEngine) and engine.name == OWN:
                 _note_parts(engine, result, corpus)
@@ -172,8 +159,32 @@ def measure(
             engine.name: _costs(engine, format, sizes, cells, result.distinct_experts, sitting.steps)
             for engine in engines
         }
+        try:
+            for turn in range(sitting.rounds + 1):
+                for cell in cells:
+                    work = Work(cell.kind, corpus.prompts(cell.requests, cell.tokens, turn), sitting.steps)
+                    _turn(engines, work, cell.title, result, counts=turn > 0)
+                    result.stream_bps.append(stream.bytes_per_s())
+                say(f"{what}: round {turn} of {sitting.rounds}")
+        except KeyboardInterrupt:
+            if not result.rates:
+                raise
+            say(f"{what}: interrupted; what was measured so far is shown")
     result.load_average.append(os.getloadavg()[0])
     return result
+
+
+def _turn(engines: list[Engine], work: Work, title: str, result: Result, *, counts: bool) -> None:
+    """Every engine does the work once, one after another; one that fails takes no further part."""
+    for engine in list(engines):
+        try:
+            rate = engine.run(work)
+        except EdgeError as error:
+            result.left_out[engine.name] = f"{title}: {error}"
+            engines.remove(engine)
+            continue
+        if counts:
+            result.rates.setdefault(engine.name, {}).setdefault(title, []).append(rate)
 
 
 class Stream:

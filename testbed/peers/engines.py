@@ -82,6 +82,7 @@ class WorkerEngine:
             stderr=self._log,
             text=True,
             cwd=ROOT,
+            start_new_session=True,  # an interrupt is for the benchmark, which then ends its workers
             env={
                 **os.environ,
                 "PYTHONPATH": str(ROOT),

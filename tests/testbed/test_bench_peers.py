@@ -12,7 +12,17 @@ import testbed
 from edge_runtime.errors import ClusterError
 from testbed.bench_cli import bench
 from testbed.bench_floors import Cost
-from testbed.bench_peers import Cell, Corpus, Result, Sitting, cells_of, free_ports, one_node
+from testbed.bench_peers import (
+    ENGINES,
+    FORMATS,
+    Cell,
+    Corpus,
+    Result,
+    Sitting,
+    cells_of,
+    free_ports,
+    one_node,
+)
 from testbed.bench_table import as_json, number, tables
 from testbed.peers.engines import Arrival, Rate, Work, WorkerEngine, decode_rate, process_cpu_s
 from topology.parse import parse_cluster
@@ -205,3 +215,9 @@ def test_wrong_options_are_refused_before_anything_starts(arguments, said):
     done = CliRunner().invoke(bench, arguments)
     assert done.exit_code == 2
     assert said in done.output
+
+
+def test_the_command_offers_exactly_the_engines_and_formats_that_there_are():
+    offered = {option.name: option.type for option in bench.params}
+    assert tuple(offered["engines"].known) == ENGINES
+    assert tuple(offered["formats"].known) == tuple(FORMATS)
