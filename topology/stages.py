@@ -160,6 +160,22 @@ def choose_plan(
             best, chosen = laid_out, candidate
         if candidate is earlier and best.seconds <= (1 + WORTH_A_CHANGE) * least:
             break
+    if (
+        best is not None
+        and chosen is not None
+        and cluster.plan != "home"
+        and spare_layouts >= len(cluster.nodes)
+    ):
+        for name in sorted(
+            chosen.hosts - pinned
+        ):  # where it costs little, look whether one host less does better
+            fewer = replace(chosen, hosts=chosen.hosts - {name})
+            try:
+                laid_out = _lay_out(fewer)
+            except PlacementError:
+                continue
+            if laid_out.seconds < best.seconds * (1 - WORTH_LEAVING_OUT):
+                best, chosen = laid_out, fewer
     if best is None or chosen is None:
         if error is not None:
             raise error
@@ -195,7 +211,10 @@ def _earlier(candidates: Sequence[Candidate], search: "_Search", previous: Place
     if not groups or not search.still_possible(previous.groups):
         return None
     kind = search.kind_of(previous.groups)
-    return search.with_best_hosts(kind, previous.groups) if kind in _ALLOWED[search.cluster.plan] else None
+    if kind not in _ALLOWED[search.cluster.plan]:
+        return None
+    seconds = search.estimate.score(previous.groups, search.all_hosts, search.workload)
+    return search.with_best_hosts(Candidate(kind, previous.groups, search.all_hosts, seconds))
 
 
 def _best_of_each_kind(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -224,9 +243,10 @@ class _Search:
             if groups and groups not in found:
                 seconds = self.estimate.score(groups, self.all_hosts, self.workload)
                 found[groups] = Candidate(kind, groups, self.all_hosts, seconds)
-        ranked = sorted(found.values(), key=_rank)
+        elsewhere = [self._with_experts_elsewhere(one) for one in found.values() if len(one.groups) == 1]
+        ranked = sorted([*found.values(), *(one for one in elsewhere if one.kind in kinds)], key=_rank)
         return [
-            *(self.with_best_hosts(one.kind, one.groups) for one in ranked[:WORTH_REFINING]),
+            *(self.with_best_hosts(one) for one in ranked[:WORTH_REFINING]),
             *ranked[WORTH_REFINING:],
         ]
 
@@ -322,18 +342,21 @@ class _Search:
         orders = [by_speed, by_speed[::-1], by_memory, by_memory[::-1], near, near[::-1]]
         return list(dict.fromkeys(map(tuple, orders)))
 
-    def with_best_hosts(self, kind: str, groups: Sequence[GroupPlan]) -> Candidate:
+    def _with_experts_elsewhere(self, one: Candidate) -> Candidate:
+        """The same layers with all experts on other nodes: faster where those who run layers are slow."""
+        hosts = self.all_hosts - {node for group in one.groups for node in group.nodes}
+        kind = HOME if one.kind == SOLO else one.kind
+        return Candidate(kind, one.groups, hosts, self.estimate.score(one.groups, hosts, self.workload))
+
+    def with_best_hosts(self, best: Candidate) -> Candidate:
         """The plan with as many hosts as do not hurt: others are dropped from the slowest on while that helps."""
-        groups = tuple(groups)
-        best = Candidate(
-            kind, groups, self.all_hosts, self.estimate.score(groups, self.all_hosts, self.workload)
-        )
+        kind, groups, hosts = best.kind, best.groups, best.hosts
         if self.cluster.plan == "home" or self.is_exact(best):
             return best
         members = frozenset(node for group in groups for node in group.nodes)
-        droppable = self._worst_first(self.all_hosts - members, groups)
+        droppable = self._worst_first(hosts - members, groups)
         for num_dropped in growing_counts(len(droppable)):
-            fewer = self.all_hosts - set(droppable[:num_dropped])
+            fewer = hosts - set(droppable[:num_dropped])
             seconds = self.estimate.score(groups, fewer, self.workload)
             if seconds == float("inf"):
                 break
