@@ -121,7 +121,7 @@ def comparisons(s: Sizes, make: Inputs) -> Iterator[tuple[str, float, float]]:
         for format in FORMATS:
             few = replace(s, E=min(s.E, 6))
             bank = make.bank(few, format, activation)
-            for R, prompt in ((3, False), (150, False), (150, True)):
+            for R, prompt in ((3, False), (150, False), (150, True)) if s.D > 64 else ((7, False),):
                 rows, expert_ids = make.integers(40, R), make.integers(few.E, R)
                 found = gpu.grouped_ffn(x, rows, expert_ids, bank, prompt=prompt)
                 name = f"grouped_ffn {activation} {format} R={R}{' prompt' if prompt else ''}"
@@ -192,9 +192,9 @@ def dispatched(s: Sizes, make: Inputs) -> Iterator[tuple[str, float, float]]:
 
 def changed_bits(s: Sizes, make: Inputs) -> Iterator[tuple[str, float, float]]:
     """(what, rows whose bits differ between alone and among others, 0.5) of every path that decodes."""
-    total = 64 if s.D > 64 else 24
+    total = 64 if s.D > 64 else 4
     x = make.normal(total, s.D)
-    batches = [make.integers(total, n).long() for n in (2, 16, 17, total)]
+    batches = [make.integers(total, n).long() for n in ((2, 16, 17, total) if s.D > 64 else (17,))]
     for format in FORMATS:
         for N in (s.F, 9000) if s.D > 64 else (s.F,):
             w = gpu.pack_linear(make.normal(N, s.D, scale=s.D**-0.5), format=format)
