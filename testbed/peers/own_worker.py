@@ -141,6 +141,16 @@ class _Counting:
         self.seen.append((len(x), len(expert_ids.unique())))
         return self.port.run(layer, x, expert_ids, out)
 
+    def add_here(self, layer: int, x: Tensor, expert_ids: Tensor, *others: Tensor) -> bool | None:
+        self.seen.append((len(x), len(expert_ids.unique())))
+        return self.port.add_here(layer, x, expert_ids, *others)
+
+    def add_here(self, layer: int, x: Tensor, expert_ids: Tensor, *tensors: Tensor) -> bool | None:
+        is_finite = self.port.add_here(layer, x, expert_ids, *tensors)
+        if is_finite is not None:  # else `run` is called, and counts
+            self.seen.append((len(x), len(expert_ids.unique())))
+        return is_finite
+
 
 if __name__ == "__main__":
     serve(OwnRunner)
