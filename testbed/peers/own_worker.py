@@ -141,10 +141,6 @@ class _Counting:
         self.seen.append((len(x), len(expert_ids.unique())))
         return self.port.run(layer, x, expert_ids, out)
 
-    def add_here(self, layer: int, x: Tensor, expert_ids: Tensor, *others: Tensor) -> bool | None:
-        self.seen.append((len(x), len(expert_ids.unique())))
-        return self.port.add_here(layer, x, expert_ids, *others)
-
     def add_here(self, layer: int, x: Tensor, expert_ids: Tensor, *tensors: Tensor) -> bool | None:
         is_finite = self.port.add_here(layer, x, expert_ids, *tensors)
         if is_finite is not None:  # else `run` is called, and counts
