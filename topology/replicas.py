@@ -38,12 +38,16 @@ def add_replicas(
     queue = [(turn(expert), expert) for expert in experts]
     heapify(queue)
     num_added = 0
+    least = min((size for shelf in shelves for size in shelf.layer_sizes if size), default=0)
+    roomy = [shelf for shelf in shelves if shelf.free_bytes >= least]  # the others are not worth asking
     while queue and num_added < max_replicas:
         _, expert = heappop(queue)
-        shelf = _choose_shelf(shelves, expert) or _make_room(shelves, expert)
+        shelf = _choose_shelf(roomy, expert) or _make_room(shelves, expert)
         if shelf is None:
             continue  # nor will it find room later: what is free only shrinks
         shelf.put(expert)
+        if shelf.free_bytes < least:
+            roomy = [shelf for shelf in roomy if shelf.free_bytes >= least]
         copies[expert] += 1
         num_added += 1
         heappush(queue, (turn(expert), expert))

@@ -24,6 +24,7 @@ Knows no clock, no state of a queue and no memory limit.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,6 +197,12 @@ def expert_shares(
     return ExpertShares(tuple(names), mass, count, chances if demand else None, owner if demand else None)
 
 
+@lru_cache(maxsize=1024)
+def _sizes(by_layer: tuple[int, ...], layers: tuple[int, ...]) -> Floats:
+    """[M] bytes of an expert in these layers; the planner asks thousands of times."""
+    return np.array([by_layer[layer] for layer in layers], dtype=float)
+
+
 def trunk_seconds(
     footprint: ModelFootprint, speed: NodeSpeed, batch: int, context_tokens: float = DEFAULT_CONTEXT_TOKENS
 ) -> tuple[Floats, float]:
@@ -224,12 +231,13 @@ def expert_seconds(
     """Seconds of own experts [M], of sending and waiting beyond them [M], and the chance of each call [M, N]."""
     K, E = footprint.top_k, footprint.experts_per_layer
     touched = shares.touched(batch, E, K)
-    stored = np.array([footprint.expert_bytes["as_stored"][layer] for layer in layers], dtype=float)
+    of_layers = tuple(layers)
+    stored = _sizes(footprint.expert_bytes["as_stored"], of_layers)
     work = operations(footprint, 1.0) * stored  # of one row through one expert
 
     def compute(node: str, column: int, per_call: Floats) -> Floats:
         speed, sizes = machines.speed(node), footprint.expert_bytes[machines.weight_format(node)]
-        read = touched[:, column] * np.array([sizes[layer] for layer in layers], dtype=float)
+        read = touched[:, column] * _sizes(sizes, of_layers)
         return (
             read / speed.memory_bytes_per_s + batch * shares.mass[:, column] * work / speed.flops
         ) / per_call

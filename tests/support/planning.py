@@ -176,53 +176,66 @@ def fixed_plans(cluster: Cluster, footprint: ModelFootprint) -> dict[str, tuple[
 
 def predictions(
     cluster: Cluster, footprint: ModelFootprint, *, batches: tuple[int, ...] = (1, 4, 16)
-) -> list[tuple[str, int, GroupPrediction]]:
-    """(plan, batch, prediction) of solo on an ample first node, of each fixed plan, and of the planner's choice."""
-    rows = []
+) -> list[tuple[str, int, float, GroupPrediction]]:
+    """(plan, requests at once, seconds between a request's tokens, its fastest group's step at one request).
+
+    Of a first node that holds everything, of each fixed plan, and of the planner's choice for so many requests.
+    """
     machines = machines_of(cluster)
     ample = replace(
         cluster, nodes=(replace(cluster.nodes[0], memory_bytes=2**50, roles=ALL), *cluster.nodes[1:]), pins=()
     )
-    solo = lay_out(ample, footprint, groups=(even_stages((ample.nodes[0].name,), footprint.num_layers),))
-    layouts = {"solo, if it fitted": solo}
+    alone = even_stages((ample.nodes[0].name,), footprint.num_layers)
+    layouts = {"solo, if it fitted": lay_out(ample, footprint, groups=(alone,))}
     for name, groups in fixed_plans(cluster, footprint).items():
         try:
             layouts[name] = lay_out(cluster, footprint, groups=groups)
         except PlacementError:
             continue
-    for name, placement in layouts.items():
-        clock = PlacementClock(footprint, machines, placement)
-        rows += [(name, batch, clock.predict(placement.groups[0], batch)) for batch in batches]
+    found = [(name, batch, placement) for name, placement in layouts.items() for batch in batches]
     for batch in batches:
         chosen = choose_plan(cluster, footprint, workload=Workload(batches=((batch, 1.0),)))
-        clock = PlacementClock(footprint, machines, chosen.placement)
-        group = min(chosen.placement.groups, key=lambda group: clock.predict(group, batch).latency_s)
-        rows.append((f"chosen: {chosen.kind}, {group}", batch, clock.predict(group, batch)))
+        groups = "; ".join(map(str, chosen.placement.groups))
+        found.append((f"chosen: {chosen.kind}, {groups}", batch, chosen.placement))
+    rows = []
+    for name, batch, placement in found:
+        clock = PlacementClock(footprint, machines, placement)
+        seconds = Workload(batches=((batch, 1.0),)).seconds(
+            lambda group, rows, clock=clock: clock.predict(group, rows), placement.groups
+        )
+        fastest = min((clock.predict(group, 1) for group in placement.groups), key=lambda p: p.latency_s)
+        rows.append((name, batch, seconds, fastest))
     return rows
 
 
 def prediction_table(cluster: Cluster, footprint: ModelFootprint) -> str:
-    """The predictions as text, one row for each plan and batch."""
-    lines = [f"{'plan':<60} {'batch':>5} {'ms/token':>9} {'tok/s':>8} {'calls':>6} {'hit':>5}"]
-    for name, batch, found in predictions(cluster, footprint):
-        calls = sum(step.calls for step in found.stages)
-        hit = sum(step.hit_rate for step in found.stages) / len(found.stages)
+    """The predictions as text, one row for each plan and number of requests."""
+    lines = [f"{'plan':<72} {'requests':>8} {'ms/token':>9} {'tok/s':>8} {'calls':>6} {'hit':>5}"]
+    for name, batch, seconds, step in predictions(cluster, footprint):
+        calls = sum(stage.calls for stage in step.stages)
+        hit = sum(stage.hit_rate for stage in step.stages) / len(step.stages)
         lines.append(
-            f"{name[:60]:<60} {batch:>5} {found.latency_s * 1e3:>9.2f} {batch / found.latency_s:>8.1f} "
-            f"{calls:>6.2f} {hit:>5.2f}"
+            f"{name[:72]:<72} {batch:>8} {seconds * 1e3:>9.2f} {batch / seconds:>8.1f} {calls:>6.2f} {hit:>5.2f}"
         )
     return "\n".join(lines)
 
 
-def issue_scenario(footprint: ModelFootprint, *, share: float = 0.4, num_nodes: int = 4) -> Cluster:
+def issue_scenario(
+    footprint: ModelFootprint, *, share: float = 0.4, num_nodes: int = 4, rate: float | None = None
+) -> Cluster:
     """Equal nodes with 5 ms and 200 Mbit/s between them, each with room for `share` of the experts beside a whole trunk."""
     empty = cluster(rtt_s=0.005, bandwidth_bps=200e6, kv_tokens=footprint.context_tokens)
     memory = needed_bytes(empty, footprint, 0, footprint.num_layers, share)
-    return replace(empty, nodes=tuple(node(f"n{i}", memory, port=6001 + i) for i in range(num_nodes)))
+    return replace(
+        empty, nodes=tuple(node(f"n{i}", memory, rate=rate, port=6001 + i) for i in range(num_nodes))
+    )
 
 
 if __name__ == "__main__":
-    for title, footprint in (("the demo model", DEMO), ("as large as Qwen3-30B-A3B", QWEN3_30B)):
+    for title, footprint, rate in (
+        ("the demo model", DEMO, 8e9),
+        ("as large as Qwen3-30B-A3B, memory at 80 GB/s", QWEN3_30B, 80e9),
+    ):
         for share in (0.3, 0.6):
             print(f"\n{title}: 4 nodes, each with room for {share:.0%} of the experts; 5 ms, 200 Mbit/s")
-            print(prediction_table(issue_scenario(footprint, share=share), footprint))
+            print(prediction_table(issue_scenario(footprint, share=share, rate=rate), footprint))
