@@ -15,15 +15,27 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from edge_runtime.clock import SystemClock
-from edge_runtime.config import resolve_topology_path, state_dir
-from edge_runtime.errors import EXIT_DONE, EXIT_OURS, EXIT_USER, DeadlinePassed, EdgeError, RequestError
+from edge_runtime.config import TOPOLOGY_VARIABLE, resolve_topology_path, state_dir
+from edge_runtime.errors import (
+    EXIT_DONE,
+    EXIT_OURS,
+    EXIT_USER,
+    ClusterError,
+    DeadlinePassed,
+    EdgeError,
+    Refusal,
+    RequestError,
+)
 from edge_runtime.log import setup_logging
 from topology.cluster import Cluster, find_node
 from topology.errors import TopologyError
 from topology.files import read_cluster
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from edge_runtime.client import Answer, Client, Prompt
+    from edge_runtime.protocol import Planned
     from edge_runtime.transport.keys import Keys
 
 COMMANDS_GROUP = "edge_runtime.commands"
@@ -141,13 +153,30 @@ def down(topology: Path | None) -> None:
     _say(f"stopped {', '.join(stopped)}" if stopped else f"nothing of {path} runs here")
 
 
-@cli.command(epilog=_example("edge-runtime node desk --topology topology.toml"))
-@click.argument("name")
+@cli.command(
+    epilog=_example(
+        "edge-runtime node desk --topology topology.toml",
+        "edge-runtime node drain attic --topology topology.toml",
+    )
+)
+@click.argument("words", nargs=-1, required=True, metavar="[drain] NAME")
 @topology_option
 @shape_option
-def node(name: str, topology: Path | None, shape: bool) -> None:
-    """Run this machine's daemon, as the node NAME of the topology file."""
+def node(words: tuple[str, ...], topology: Path | None, shape: bool) -> None:
+    """Run this machine's daemon, as the node NAME of the topology file.
+
+    With `drain` before NAME: move its requests and experts to the other nodes of the running cluster, then let it stop.
+    """
+    if len(words) > 2 or (len(words) == 2 and words[0] != "drain"):
+        raise click.UsageError(f"{' '.join(words)!r} is neither NAME nor `drain NAME`")
     path = resolve_topology_path(topology)
+    if len(words) == 2:
+        _drain(words[1], path)
+    else:
+        _run_node(words[0], path, shape)
+
+
+def _run_node(name: str, path: Path, shape: bool) -> None:
     cluster = read_cluster(path)
     mine = find_node(cluster, name)
     setup_logging(name)
@@ -161,6 +190,17 @@ def node(name: str, topology: Path | None, shape: bool) -> None:
     _stop_on_signal(daemon)
     with recorded(path, name):
         daemon.run()
+
+
+def _drain(name: str, path: Path) -> None:
+    from edge_runtime import changes, launch
+
+    clock = SystemClock()
+    with _client(read_cluster(path)) as client:
+        _connect(client)
+        epoch = changes.begin(lambda: client.drain(name), clock, _say)
+        click.echo(changes.follow(client, epoch, clock, _say, lambda: None))
+    launch.await_end(state_dir(path), [name], clock, _say)
 
 
 @cli.command(epilog=_example("edge-runtime coordinator --topology topology.toml"))
@@ -336,11 +376,34 @@ def status(topology: Path | None, as_json: bool) -> None:
     click.echo(json.dumps(body, ensure_ascii=False) if as_json else status_table(body))
 
 
-@cli.command(epilog=_example("edge-runtime plan --topology testbed/scenarios/eight_nodes.toml"))
+@cli.command(
+    epilog=_example(
+        "edge-runtime plan --topology testbed/scenarios/eight_nodes.toml",
+        "edge-runtime plan edited.toml --topology topology.toml",
+        "edge-runtime plan edited.toml --from topology.toml",
+    )
+)
+@click.argument("file", required=False, type=click.Path(path_type=Path))
 @topology_option
+@click.option(
+    "--from",
+    "old",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="With FILE: the topology file to compare it with, instead of a running cluster.",
+)
 @json_option
-def plan(topology: Path | None, as_json: bool) -> None:
-    """Show what each node will hold, in bytes, and why. Starts nothing."""
+def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bool) -> None:
+    """Show what each node will hold, in bytes, and why. Starts nothing.
+
+    With FILE: what that file would change in the running cluster (or in that of another file), and how long it would take.
+    """
+    if file is None and old is not None:
+        raise click.UsageError("--from OLD compares it with FILE, which is missing")
+    if file is not None:
+        planned = _plan_between(old, file) if old is not None else _plan_running(file, topology)
+        click.echo(json.dumps(planned.body) if as_json else planned.text)
+        return
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.footprint import footprint
     from edge_runtime.tables import plan_body, plan_table
@@ -350,6 +413,118 @@ def plan(topology: Path | None, as_json: bool) -> None:
     parts = footprint(Checkpoint.open(cluster.model), context_tokens=cluster.context_tokens)
     body = plan_body(cluster, parts, plan_placement(cluster, parts))
     click.echo(json.dumps(body) if as_json else plan_table(body))
+
+
+def _plan_between(old: Path, file: Path) -> "Planned":
+    """What one file would change of another, if that one ran as it is."""
+    from edge_runtime.coordinator.deploy import Plan, plan_for
+    from edge_runtime.coordinator.preview import preview_of
+    from edge_runtime.model.checkpoint import Checkpoint
+    from edge_runtime.model.footprint import footprint
+    from topology.placement import plan_placement
+
+    before, after = read_cluster(old), read_cluster(file)
+    parts = footprint(Checkpoint.open(after.model), context_tokens=after.context_tokens)
+    placement = plan_placement(before, parts)
+    plan = Plan(after, plan_for(after, parts, after.node_names, placement, placement.epoch + 1))
+    return preview_of(before, placement, before.node_names, plan, parts)
+
+
+def _plan_running(file: Path, topology: Path | None) -> "Planned":
+    cluster = read_cluster(file)
+    running = read_cluster(_running_path(file, topology))
+    with _client(running) as client:
+        try:
+            _connect(client)
+        except DeadlinePassed as error:
+            raise ClusterError(f"{error}; for a cluster that does not run, give --from OLD") from error
+        return _asked(lambda: client.plan(file.read_text(encoding="utf-8-sig"), cluster.source))
+
+
+def _running_path(file: Path, topology: Path | None) -> Path:
+    """The file of the running cluster: the one that was named, else the very file that is to be applied."""
+    named = topology is not None or os.environ.get(TOPOLOGY_VARIABLE)
+    return resolve_topology_path(topology if named else file)
+
+
+def _asked(ask: "Callable[[], Planned]") -> "Planned":
+    """What is refused for the file's sake is the user's to mend."""
+    try:
+        return ask()
+    except Refusal as refusal:
+        if refusal.reason != "topology":
+            raise
+        raise TopologyError(str(refusal)) from refusal
+
+
+# --- changing ---------------------------------------------------------------------------------------------------
+
+
+@cli.command(
+    epilog=_example(
+        "edge-runtime apply topology.toml",
+        "edge-runtime apply edited.toml --topology topology.toml",
+        "edge-runtime apply topology.toml --watch",
+    )
+)
+@click.argument("file", type=click.Path(path_type=Path))
+@topology_option
+@click.option(
+    "--dry-run", is_flag=True, help="Only show what would change, as `edge-runtime plan FILE` does."
+)
+@click.option("--watch", is_flag=True, help="Apply FILE again after each edit, until Ctrl-C.")
+def apply(file: Path, topology: Path | None, dry_run: bool, watch: bool) -> None:
+    """Change the running cluster to what FILE says, while it answers.
+
+    The running cluster is that of --topology, else of FILE itself. Where it was started by `up` on this machine, nodes that
+    FILE adds are started and those that it removes are stopped. A file that is refused changes nothing.
+    """
+    from edge_runtime import changes
+
+    file = file.absolute()
+    if watch and dry_run:
+        raise click.UsageError("--watch and --dry-run exclude each other")
+    if watch:
+        running = _running_path(file, topology)  # one that is not there is told at once
+        _say(f"watching {file}; stop with Ctrl-C")
+        changes.watch(file, SystemClock(), lambda: _apply(file, running, dry_run=False), _say)
+    _apply(file, _running_path(file, topology), dry_run=dry_run)
+
+
+def _apply(file: Path, running: Path, *, dry_run: bool) -> None:
+    from edge_runtime import changes, launch
+
+    clock, wanted = SystemClock(), read_cluster(file)
+    text = file.read_text(encoding="utf-8-sig")
+    directory = state_dir(running)
+    local = launch.LocalCluster(directory, {})
+    with _client(read_cluster(running)) as client:
+        _connect(client)
+        _say(_asked(lambda: client.plan(text, str(file))).text)
+        if dry_run:
+            return
+        before = [found["name"] for found in client.status()["nodes"]]
+        epoch = changes.begin(lambda: client.apply(text, str(file)), clock, _say)
+        if not epoch:
+            click.echo("nothing to change")
+            return
+        added = [name for name in wanted.node_names if name not in before]
+        if added and launch.runs_here(directory):
+            _say(f"starting {', '.join(added)}")
+            local = launch.start_nodes(wanted, added, file, directory)
+        elif added:
+            names = ", ".join(added)
+            _say(f"on the machine of each of {names}, run: edge-runtime node NAME --topology {file}")
+        try:
+            click.echo(changes.follow(client, epoch, clock, _say, local.ended_line))
+        except ClusterError:
+            launch.await_end(directory, list(local.processes), clock, _say)
+            raise
+    removed = [name for name in before if name not in wanted.node_names]
+    if stopped := launch.await_end(directory, removed, clock, _say):
+        _say(f"stopped {', '.join(stopped)}")
+    if file != running:
+        _say(f"{running} is as it was: a coordinator that is started anew reads it")
 
 
 @cli.command(epilog=_example("edge-runtime doctor", "edge-runtime doctor --topology topology.toml"))

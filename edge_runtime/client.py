@@ -13,12 +13,17 @@ from edge_runtime.errors import ClusterError, EdgeError, PeerError, RequestError
 from edge_runtime.protocol import (
     Abort,
     Accepted,
+    Apply,
+    Applying,
     BadMessage,
     Credit,
+    Drain,
     Failed,
     Finished,
+    GiveUp,
     Hello,
     Message,
+    Planned,
     Refused,
     StatusQuery,
     StatusReply,
@@ -31,6 +36,7 @@ from edge_runtime.transport.endpoint import Channel, Sent, next_call_id
 from edge_runtime.transport.keys import Keys
 
 CONNECT_S = 5.0
+CHANGE_S = 30.0  # the coordinator plans before it answers
 RECEIVE_S = 0.25
 PROGRESS_S = 2.0
 CREDIT = 64  # Tokens messages on their way at most; granted again in halves
@@ -142,6 +148,28 @@ class Client:
         reply = self._channel.request(StatusQuery(), StatusReply, timeout_s).message
         assert isinstance(reply, StatusReply)
         return reply.body
+
+    def apply(self, text: str, source: str) -> int:
+        """Begin to change the cluster to a topology file. Returns the epoch of the change, 0 if it changes nothing."""
+        reply = self._channel.request(Apply(text, source), Applying, CHANGE_S).message
+        assert isinstance(reply, Applying)
+        return reply.epoch
+
+    def plan(self, text: str, source: str) -> Planned:
+        """What a topology file would change."""
+        reply = self._channel.request(Apply(text, source, only_plan=True), Planned, CHANGE_S).message
+        assert isinstance(reply, Planned)
+        return reply
+
+    def drain(self, node: str) -> int:
+        """Begin to move everything off a node. Returns the epoch of the change."""
+        reply = self._channel.request(Drain(node), Applying, CHANGE_S).message
+        assert isinstance(reply, Applying)
+        return reply.epoch
+
+    def give_up(self, epoch: int, why: str) -> None:
+        """A change that was begun cannot work out: it is rolled back if its shares are still being loaded."""
+        self._channel.send(GiveUp(epoch, why))
 
     def close(self) -> None:
         self._channel.close()

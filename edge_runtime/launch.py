@@ -56,6 +56,11 @@ class LocalCluster:
                 return name, code, last_log_line(log_path(self.directory, name))
         return None
 
+    def ended_line(self) -> str | None:
+        """One line about the first process that ended; None while all run."""
+        ended = self.exited()
+        return _ended_line(self, *ended) if ended is not None else None
+
 
 def start_local(cluster: Cluster, topology_path: Path) -> LocalCluster:
     """Start the coordinator and every node of the file, each a process with its own log and record.
@@ -106,6 +111,34 @@ def _start_all(cluster: Cluster, topology_path: Path, directory: Path) -> LocalC
     return local
 
 
+def runs_here(directory: Path) -> bool:
+    """Whether the cluster's coordinator runs on this machine, so that its nodes are this machine's to start and stop."""
+    return any(record.name == COORDINATOR and is_running(record) for record in read_records(directory))
+
+
+def start_nodes(cluster: Cluster, names: Sequence[str], topology_path: Path, directory: Path) -> LocalCluster:
+    """Start further nodes of a cluster that runs here; `down` of its file stops them too.
+
+    topology_path  the file that has them; directory: of the running cluster's records
+    """
+    local = LocalCluster(directory, {})
+    threads = {node.name: node.threads for node in cluster.nodes}
+    for name in names:
+        local.processes[name] = _start(name, threads[name], topology_path, directory)
+    return local
+
+
+def await_end(
+    directory: Path, names: Sequence[str], clock: Clock, report: Callable[[str], None] = lambda line: None
+) -> list[str]:
+    """Wait for recorded processes that were told to stop, and stop those that do not. Names of those that ran."""
+    records = [record for record in read_records(directory) if record.name in names]
+    stopped = [record.name for record in records if is_running(record)]
+    _wait_for_end(records, clock, report)
+    _end(records, directory, clock, report)
+    return stopped
+
+
 def _start(name: str, num_threads: int, topology_path: Path, directory: Path) -> subprocess.Popen[bytes]:
     words = [COORDINATOR] if name == COORDINATOR else ["node", name]
     with log_path(directory, name).open("wb") as log_file:
@@ -115,7 +148,12 @@ def _start(name: str, num_threads: int, topology_path: Path, directory: Path) ->
             stdin=subprocess.DEVNULL,
             stdout=log_file,
             stderr=subprocess.STDOUT,
-            env=dict(os.environ, OMP_NUM_THREADS=str(num_threads), PYTHONUNBUFFERED="1"),
+            env=dict(
+                os.environ,
+                OMP_NUM_THREADS=str(num_threads),
+                PYTHONUNBUFFERED="1",
+                **{STATE_VARIABLE: str(directory.parent)},
+            ),
             start_new_session=True,
         )
     write_record(directory, record_process(name, process.pid))
@@ -232,34 +270,50 @@ def stop_local(
 ) -> list[str]:
     """Stop every recorded process of this cluster: asked first, killed after 10 s. Names of those that ran.
 
-    Nothing that was started by `up` is left when this returns; a process it may not kill is a ClusterError.
+    The coordinator goes first, so that it does not mend what is being stopped. Nothing that was started by `up` is left
+    when this returns; a process it may not kill is a ClusterError.
     """
     directory = state_dir(topology_path)
     records = [record for record in read_records(directory) if is_running(record)]
+    for first in (True, False):
+        asked = [record for record in records if (record.name == COORDINATOR) is first]
+        for record in asked:
+            _signal(record.pid, signal.SIGTERM)
+            _signal(record.pid, signal.SIGCONT)  # one that was frozen can only now be asked
+        _wait_for_end(asked, clock, report)
+    _end(records, directory, clock, report)
+    for record in read_records(directory):
+        remove_record(directory, record.name)
+    return [record.name for record in records]
+
+
+def _wait_for_end(records: Sequence[ProcessRecord], clock: Clock, report: Callable[[str], None]) -> None:
+    """Until all have ended, 10 s at most."""
+    deadline, next_report = clock.now() + STOP_DEADLINE_S, clock.now() + REPORT_S
+    while left := [record for record in records if is_running(record)]:
+        if clock.now() >= deadline:
+            return
+        if clock.now() >= next_report:
+            report(f"waiting for {_names(left)} to stop")
+            next_report += REPORT_S
+        clock.sleep(POLL_S)
+
+
+def _end(
+    records: Sequence[ProcessRecord], directory: Path, clock: Clock, report: Callable[[str], None]
+) -> None:
+    """Kill what still runs, and forget all of them."""
     for record in records:
-        _signal(record.pid, signal.SIGTERM)
-        _signal(record.pid, signal.SIGCONT)  # one that was frozen can only now be asked
-    stopped = [record.name for record in records]
-    deadline = clock.now() + STOP_DEADLINE_S
-    next_report = clock.now() + 2.0
-    while records and clock.now() < deadline:
-        records = [record for record in records if is_running(record)]
-        if records and clock.now() >= next_report:
-            report(f"waiting for {_names(records)} to stop")
-            next_report += 2.0
-        if records:
-            clock.sleep(POLL_S)
-    for record in records:
-        report(f"{record.name} (pid {record.pid}) did not stop within {STOP_DEADLINE_S:.0f} s: killed")
-        _signal(record.pid, signal.SIGKILL)
+        if is_running(record):
+            report(f"{record.name} (pid {record.pid}) did not stop within {STOP_DEADLINE_S:.0f} s: killed")
+            _signal(record.pid, signal.SIGKILL)
     deadline = clock.now() + STOP_DEADLINE_S
     while any(is_running(record) for record in records):
         if clock.now() > deadline:
             raise ClusterError(f"{_names(records)} cannot be killed; look at {directory}")
         clock.sleep(POLL_S)
-    for record in read_records(directory):
+    for record in records:
         remove_record(directory, record.name)
-    return stopped
 
 
 def last_log_line(path: Path) -> str:

@@ -3,26 +3,22 @@
 import logging
 import os
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 
 from edge_runtime.clock import Clock
-from edge_runtime.coordinator import redeploy
+from edge_runtime.coordinator import epochs
 from edge_runtime.coordinator import state as states
-from edge_runtime.coordinator.deploy import (
-    Plan,
-    deploy_for,
-    experts_without_host,
-    plan_for,
-    refuse_unchangeable,
-)
+from edge_runtime.coordinator.deploy import deploy_for, experts_without_host, refuse_unchangeable
 from edge_runtime.coordinator.outbox import Outbox
+from edge_runtime.coordinator.preview import preview_of
 from edge_runtime.coordinator.route import HomeLoad, choose_home
 from edge_runtime.coordinator.status import status_body
 from edge_runtime.coordinator.streams import Delivery, Streams
+from edge_runtime.errors import ConfigError, Refusal
 from edge_runtime.protocol import (
     Abort,
     Accepted,
@@ -35,15 +31,18 @@ from edge_runtime.protocol import (
     Deployed,
     DeployFailed,
     DeployProgress,
+    Drain,
     Envelope,
     Failed,
     Finished,
     Generate,
+    GiveUp,
     Heartbeat,
     HeartbeatReply,
     Hello,
     Message,
     PeersChanged,
+    Planned,
     Refused,
     Release,
     StatusQuery,
@@ -72,8 +71,6 @@ PROBE_S = 1.0  # how often a client that takes nothing is looked for
 MAX_BACKLOG = 1000  # messages taken before time is looked at
 MAX_MOVES = 3  # homes a request may lose before it is given up
 HOMELESS_S = 30.0  # how long a request waits for another home
-CHANGE_S = 120.0  # how long loading another placement may take, and switching to it
-RETRY_CHANGE_S = 2.0  # after a change that did not work out
 HOME_IS_GONE = ("stopping", "not_ready")  # failures of a home, not of the request
 SEED_BITS = 63
 MAX_CLIENTS = 4096  # connections remembered; the oldest idle one must greet again
@@ -94,12 +91,7 @@ class CoordinatorDaemon:
         homeless_s: float = HOMELESS_S,
     ) -> None:
         """homeless_s: how long a request whose home is gone waits for another, seconds."""
-        self._plans = {placement.epoch: Plan(cluster, placement)}
-        self._active = placement.epoch
-        self._change: redeploy.Change | None = None
-        self._change_bytes: dict[str, int] = {}  # node -> weights it loaded for the change
-        self._last_change = ""
-        self._try_change_at_s = 0.0
+        self._epochs = epochs.Epochs(cluster, footprint, placement, clock.now())
         self._footprint = footprint
         self._clock = clock
         self._keys = keys
@@ -112,9 +104,6 @@ class CoordinatorDaemon:
             incarnation=secrets.token_hex(8),
         )
         self._server = Server(cluster.coordinator, keys=keys)
-        self._state = states.initial_state(
-            list(cluster.node_names), placement.epoch, cluster.heartbeat_s, cluster.lost_after_s
-        )
         self._streams = Streams()
         self._outbox = Outbox(
             lambda client, message, call_id: self._server.send(client, message, call_id=call_id)
@@ -128,11 +117,15 @@ class CoordinatorDaemon:
 
     @property
     def _cluster(self) -> Cluster:
-        return self._plans[self._active].cluster
+        return self._epochs.cluster
 
     @property
     def _placement(self) -> Placement:
-        return self._plans[self._active].placement
+        return self._epochs.placement
+
+    @property
+    def _state(self) -> states.ClusterState:
+        return self._epochs.state
 
     @property
     def address(self) -> str:
@@ -165,8 +158,6 @@ class CoordinatorDaemon:
         now = self._clock.now()
         self._tick_at_s = now + TICK_S
         self._apply(states.Tick())
-        self._advance(redeploy.Tick())
-        self._mend_placement(now)
         self._find_homes()
         for client in self._outbox.flush():
             self._client_gone(client)
@@ -215,6 +206,8 @@ class CoordinatorDaemon:
         if refused is not None:
             log.warning("refused %s: %s", hello.node, refused.detail)
             self._server.send(peer, refused, call_id=call_id)
+            if hello.role != "client":
+                self._carry_out(self._epochs.cannot_join(hello.node, refused.detail, self._clock.now()))
             return
         if hello.role == "client":
             self._remember_client(peer)
@@ -235,22 +228,14 @@ class CoordinatorDaemon:
             case Heartbeat(sequence=sequence, report=report):
                 self._server.send(peer, HeartbeatReply(sequence))
                 self._apply(states.Beat(name, report))
-            case DeployProgress():
-                self._apply(states.Progressed(name, message.bytes_done, message.bytes_total))
-            case Deployed(epoch=epoch) if self._change is not None and epoch == self._change.epoch:
-                self._change_bytes[name] = message.weight_bytes
-                self._advance(redeploy.Loaded(name))
-            case Deployed():
-                self._apply(states.ShareLoaded(name, message.epoch, message.weight_bytes))
-            case DeployFailed(epoch=epoch, reason=reason) if (
-                self._change is not None and epoch == self._change.epoch
-            ):
-                self._advance(redeploy.CannotLoad(name, reason))
-            case DeployFailed(reason=reason):
-                self._apply(states.LoadFailed(name, message.epoch, reason))
+            case DeployProgress(epoch=epoch, bytes_done=done, bytes_total=total):
+                self._carry_out(self._epochs.progressed(name, epoch, done, total, self._clock.now()))
+            case Deployed(epoch=epoch, weight_bytes=weight_bytes):
+                self._carry_out(self._epochs.loaded(name, epoch, weight_bytes, self._clock.now()))
+            case DeployFailed(epoch=epoch, reason=reason):
+                self._carry_out(self._epochs.cannot_load(name, epoch, reason, self._clock.now()))
             case Activated(epoch=epoch):
-                if self._change is not None and epoch == self._change.epoch:
-                    self._advance(redeploy.Switched(name))
+                self._carry_out(self._epochs.switched(name, epoch, self._clock.now()))
             case Tokens():
                 if self._streams.node_of(message.request_id) != name:
                     self._server.send(
@@ -286,7 +271,11 @@ class CoordinatorDaemon:
                 if self._streams.client_of(request_id) == peer:
                     self._abort(request_id)
             case Apply():
-                self._outbox.send(peer, self._begin_apply(message), call_id)
+                self._change(peer, call_id, lambda: self._apply_file(message))
+            case Drain(node=node):
+                self._change(peer, call_id, lambda: self._epochs.drain(node, self._clock.now()))
+            case GiveUp(epoch=epoch, why=why):
+                self._carry_out(self._epochs.give_up(epoch, why, self._clock.now()))
             case StatusQuery():
                 body = status_body(
                     self._cluster,
@@ -300,8 +289,9 @@ class CoordinatorDaemon:
                         "rss_bytes": psutil.Process().memory_info().rss,
                         "bad_frames": self._server.bad_messages,
                     },
-                    change=self._change.waiting_for() if self._change is not None else "",
-                    last_change=self._last_change,
+                    change=self._epochs.change_text(),
+                    leaving=self._epochs.leaving,
+                    outcomes=list(self._epochs.outcomes),
                     now=self._clock.now(),
                 )
                 self._outbox.send(peer, StatusReply(body), call_id)
@@ -364,7 +354,8 @@ class CoordinatorDaemon:
             for node in self._cluster.nodes
             if DECODE in node.roles and self._state.nodes[node.name].serves and node.name != but
         ]
-        return choose_home(loads)
+        staying = [load for load in loads if load.node not in self._epochs.leaving]
+        return choose_home(staying or loads)
 
     def _find_homes(self, but: str = "") -> None:
         """Let another node go on with each request that lost its home: prompt and tokens so far are prefilled there.
@@ -415,55 +406,55 @@ class CoordinatorDaemon:
     # State.
 
     def _apply(self, event: states.Event) -> None:
-        before = self._state
-        self._state, commands = states.apply(before, event, self._clock.now())
+        self._carry_out(self._epochs.apply(event, self._clock.now()))
+
+    def _carry_out(self, commands: Sequence[epochs.Command]) -> None:
         for command in commands:
-            self._carry_out(command)
-        for name in states.gone_between(before, self._state):
-            self._advance(redeploy.Gone(name))
+            match command:
+                case states.Note(text):
+                    log.info("%s", text)
+                case states.Greet(name) | states.SendShare(name):  # the shares follow
+                    self._welcome(name)
+                case states.RefuseJoin(peer, reason, retry_after_s):
+                    log.warning("%s", reason)
+                    self._server.send(peer, Refused("name_in_use", reason, retry_after_s))
+                case states.MoveRequests(name, why):
+                    self._move_requests(name, why)
+                case epochs.SendDeploy(name, epoch):
+                    self._send_deploy(name, epoch)
+                case epochs.SendActivate(name, epoch):
+                    self._tell(name, Activate(epoch))
+                case epochs.SendRelease(name, epoch):
+                    self._tell(name, Release(epoch))
+                case epochs.Dismiss(peer, why):
+                    self._server.send(peer, Stop(why))
+                    self._node_of.pop(peer, None)
+                case epochs.Announce(epoch, alive, replacing):
+                    for name in alive:
+                        self._tell(name, PeersChanged(epoch, alive, replacing=replacing))
 
-    def _carry_out(self, command: states.Command) -> None:
-        match command:
-            case states.Note(text):
-                log.info("%s", text)
-            case states.Greet(name):
-                self._welcome(name)
-            case states.SendShare(name):
-                self._send_share(name)
-            case states.RefuseJoin(peer, reason, retry_after_s):
-                log.warning("%s", reason)
-                self._server.send(peer, Refused("name_in_use", reason, retry_after_s))
-            case states.AnnounceAlive():
-                self._mend_placement(self._clock.now())
-                self._announce_alive()
-            case states.MoveRequests(name, why):
-                for request_id in self._streams.of_node(name):
-                    self._abort(request_id)
-                    self._streams.lose_home(request_id, why, self._clock.now())
-                self._find_homes(but=name)
+    def _tell(self, name: str, message: Message) -> None:
+        record = self._state.nodes.get(name)
+        if record is not None:
+            self._server.send(record.peer, message)
 
-    def _announce_alive(self) -> None:
-        message = PeersChanged(self._active, self._state.alive, replacing=self._is_replacing())
-        for name in self._state.alive:
-            self._server.send(self._state.nodes[name].peer, message)
+    def _move_requests(self, name: str, why: str) -> None:
+        for request_id in self._streams.of_node(name):
+            self._abort(request_id)
+            self._streams.lose_home(request_id, why, self._clock.now())
+        self._find_homes(but=name)
 
     def _welcome(self, name: str) -> None:
         """From now on the node speaks over this connection, and no other does for it."""
         peer = self._state.nodes[name].peer
         self._node_of = {other: node for other, node in self._node_of.items() if node != name}
         self._node_of[peer] = name
-        self._server.send(peer, self._identity, epoch=self._active)
-
-    def _send_share(self, name: str) -> None:
-        """Send a node that greeted its share of the placement that counts, and of the one that is being loaded."""
-        self._welcome(name)
-        epochs = [self._active, *([self._change.epoch] if self._change is not None else [])]
-        for epoch in epochs:
-            if self._plans[epoch].holds(name):
-                self._send_deploy(name, epoch)
+        self._server.send(peer, self._identity, epoch=self._epochs.active)
 
     def _send_deploy(self, name: str, epoch: int) -> None:
-        record, plan, keys = self._state.nodes[name], self._plans[epoch], self._keys
+        record, plan, keys = self._state.nodes.get(name), self._epochs.plans.get(epoch), self._keys
+        if record is None or plan is None:  # over already
+            return
         names = plan.cluster.node_names
         deploy = deploy_for(
             name,
@@ -472,128 +463,43 @@ class CoordinatorDaemon:
             plan.placement,
             model_hash=self._identity.model_hash,
             public_keys={node: keys.of_peer(node).decode() for node in names} if keys else {},
-            counts_now=epoch == self._active,
+            counts_now=epoch == self._epochs.active,
         )
         if not self._server.send(record.peer, deploy):
             log.warning("%s cannot be reached; it will be sent its share when it greets again", name)
 
-    # From one placement to the next.
+    # What people want of the placement.
 
-    def _begin_apply(self, message: Apply) -> Message:
-        """Begin to change to another topology file, or say why not; a bad file changes nothing."""
-        if self._change is not None:
-            return Refused("busy", f"a change is under way: {self._change.waiting_for()}", RETRY_S)
+    def _change(
+        self, client: bytes, call_id: int, begin: Callable[[], tuple[int, list[epochs.Command]] | Planned]
+    ) -> None:
+        """Begin a change and tell the client its epoch, or why not; what is refused changes nothing."""
         try:
-            wanted = read_cluster_text(message.text, Path(message.source))
-            refuse_unchangeable(self._cluster, wanted)
-            placement = plan_for(
-                wanted, self._footprint, wanted.node_names, self._placement, self._newest() + 1
-            )
-        except TopologyError as error:
-            return Refused("topology", str(error))
-        if wanted == self._cluster and placement.nodes == self._placement.nodes:
-            return Applying(0)
-        self._begin_change(Plan(wanted, placement), f"{message.source} was applied")
-        return Applying(placement.epoch)
-
-    def _newest(self) -> int:
-        return max(self._plans)
-
-    def _begin_change(self, plan: Plan, why: str) -> None:
-        now, epoch = self._clock.now(), plan.placement.epoch
-        log.info("epoch %d begins to load: %s", epoch, why)
-        self._plans[epoch] = plan
-        self._change_bytes = {}
-        homes = {name for name in plan.homes if name in self._state.nodes and self._state.nodes[name].serves}
-        self._change = redeploy.Change(
-            epoch=epoch,
-            old_epoch=self._active,
-            members=frozenset(share.node for share in plan.placement.nodes),
-            homes=frozenset(homes),
-            began_s=now,
-            deadline_s=now + CHANGE_S,
-            why=why,
-        )
-        self._apply(states.Expected(plan.cluster.node_names))
-        for name in self._change.members:
-            if self._state.nodes[name].phase in ("loading", "ready", "suspect"):
-                self._send_deploy(name, epoch)
-
-    def _advance(self, event: redeploy.Event) -> None:
-        if self._change is None:
+            begun = begin()
+        except (TopologyError, ConfigError) as error:
+            self._outbox.send(client, Refused("topology", str(error)), call_id)
             return
-        change = self._change
-        self._change, commands = redeploy.advance(change, event, self._clock.now())
-        for command in commands:
-            match command:
-                case redeploy.Activate(epoch):
-                    self._activate(change, epoch)
-                case redeploy.Release(epoch):
-                    self._send_to_all(Release(epoch))
-                    del self._plans[epoch]
-                    took_s = self._clock.now() - change.began_s
-                    self._last_change = f"epoch {change.epoch} in {took_s:.1f} s: {change.why}"
-                    log.info("epoch %d released; %s", epoch, self._last_change)
-                case redeploy.RollBack(epoch, why):
-                    log.warning("epoch %d is off: %s", epoch, why)
-                    self._send_to_all(Release(epoch))
-                    del self._plans[epoch]
-                    self._last_change = f"epoch {epoch} was rolled back: {why}"
-                    self._try_change_at_s = self._clock.now() + RETRY_CHANGE_S
-                    self._drop_nodes_not_in(self._cluster.node_names, why)
-                    self._apply(states.NotChanged())
-                    self._announce_alive()
-
-    def _activate(self, change: redeploy.Change, epoch: int) -> None:
-        self._active = epoch
-        names = self._plans[epoch].cluster.node_names
-        for name in change.members:
-            self._server.send(self._state.nodes[name].peer, Activate(epoch))
-        self._drop_nodes_not_in(names, "it was taken out of the topology file")
-        self._apply(states.Changed(epoch, names, dict(self._change_bytes)))
-        self._announce_alive()
-
-    def _drop_nodes_not_in(self, names: Collection[str], why: str) -> None:
-        """Nodes that joined and belong no more are told to stop, once what they were doing is another's."""
-        for peer, name in list(self._node_of.items()):
-            if name not in names:
-                self._server.send(peer, Stop(why))
-                del self._node_of[peer]
-
-    def _send_to_all(self, message: Message) -> None:
-        for record in self._state.nodes.values():
-            if record.phase in ("loading", "ready", "suspect"):
-                self._server.send(record.peer, message)
-
-    def _mend_placement(self, now: float) -> None:
-        """Give experts without a living host another one, and a node that came back its part again."""
-        if self._change is not None or now < self._try_change_at_s:
+        except Refusal as refusal:
+            self._outbox.send(client, Refused.of(refusal), call_id)
             return
-        nodes = self._state.nodes.values()
-        present = [record.name for record in nodes if record.phase in ("loading", "ready", "suspect")]
-        idle = [name for name in present if not self._plans[self._active].holds(name)]
-        lost = [record.name for record in nodes if record.has_served and record.name not in present]
-        unhosted = experts_without_host(self._placement, set(present))
-        if not idle and not (lost and unhosted):
+        if isinstance(begun, Planned):
+            self._outbox.send(client, begun, call_id)
             return
-        self._try_change_at_s = now + RETRY_CHANGE_S
-        try:
-            placement = plan_for(self._cluster, self._footprint, present, self._placement, self._newest() + 1)
-        except TopologyError as error:
-            log.warning("the placement cannot be mended: %s", error)
-            return
-        why = (
-            f"{', '.join(idle)} came back"
-            if idle
-            else f"{unhosted} experts lost their host with {', '.join(lost)}"
-        )
-        self._begin_change(Plan(self._cluster, placement), why)
+        epoch, commands = begun
+        self._outbox.send(client, Applying(epoch), call_id)
+        self._carry_out(commands)
 
-    def _is_replacing(self) -> bool:
-        """A placement is being loaded that gives every expert a living host."""
-        if self._change is None:
-            return False
-        return not experts_without_host(self._plans[self._change.epoch].placement, set(self._state.alive))
+    def _apply_file(self, message: Apply) -> tuple[int, list[epochs.Command]] | Planned:
+        wanted = read_cluster_text(message.text, Path(message.source))
+        refuse_unchangeable(self._cluster, wanted)
+        if self._keys:
+            for name in wanted.node_names:
+                self._keys.of_peer(name)
+        plan = self._epochs.plan(wanted)
+        if message.only_plan:
+            present = {record.name for record in self._state.nodes.values() if record.phase in epochs.HERE}
+            return preview_of(self._cluster, self._placement, present, plan, self._footprint)
+        return self._epochs.apply_plan(plan, f"{message.source} was applied", self._clock.now())
 
     def _shut_down(self) -> None:
         for request_id in list(self._streams):

@@ -43,13 +43,22 @@ def plan_for(
 
 def refuse_unchangeable(running: Cluster, wanted: Cluster) -> None:
     """Raise TopologyError if `wanted` changes what only a new start can change."""
-    for key in ("name", "model", "coordinator", "keys"):
+    faults = []
+    for key in ("name", "model", "coordinator", "keys", "heartbeat_s", "lost_after_s"):
         found, expected = getattr(wanted, key), getattr(running, key)
         if found != expected:
-            raise TopologyError(
-                f"{wanted.source}, [cluster] {key}: found {found}, the running cluster has {expected}; "
-                "stop it and start it anew to change that"
+            faults.append(
+                f"[cluster] {key.removesuffix('_s')}: found {found}, the running cluster has {expected}"
             )
+    by_name = {node.name: node for node in running.nodes}
+    for node in wanted.nodes:
+        known = by_name.get(node.name)
+        for key in ("address", "threads", "device") if known is not None else ():
+            found, expected = getattr(node, key), getattr(known, key)
+            if found != expected:
+                faults.append(f"{node.name}, {key}: found {found}, the running node has {expected}")
+    if faults:
+        raise TopologyError(f"{wanted.source}: {'; '.join(faults)}; stop it and start it anew to change that")
 
 
 def deploy_for(

@@ -17,7 +17,8 @@ class Change(msgspec.Struct, frozen=True):
     """One change under way.
 
     members   nodes of the new placement; each loads its share
-    homes     nodes that answer requests under the old or the new placement; each says when it has switched
+    homes     members that answer requests under the old or the new placement; each says when it has switched
+    leaving   nodes that are being drained: they stop once the new placement counts
     """
 
     epoch: int
@@ -27,6 +28,7 @@ class Change(msgspec.Struct, frozen=True):
     began_s: float
     deadline_s: float
     why: str = ""
+    leaving: frozenset[str] = frozenset()
     phase: Literal["loading", "switching"] = "loading"
     loaded: frozenset[str] = frozenset()
     switched: frozenset[str] = frozenset()
@@ -57,11 +59,17 @@ class Gone(NamedTuple):
     name: str
 
 
+class GivenUp(NamedTuple):
+    """Whoever asked for the change does not want it any more."""
+
+    why: str
+
+
 class Tick(NamedTuple):
     """Time went by."""
 
 
-Event = Loaded | CannotLoad | Switched | Gone | Tick
+Event = Loaded | CannotLoad | Switched | Gone | GivenUp | Tick
 
 
 class Activate(NamedTuple):
@@ -106,6 +114,8 @@ def _loading(change: Change, event: Event, now: float) -> tuple[Change | None, l
             return None, [RollBack(change.epoch, f"{name} cannot load its share: {why}")]
         case Gone(name) if name in change.members:
             return None, [RollBack(change.epoch, f"{name} went away while it was loading")]
+        case GivenUp(why):
+            return None, [RollBack(change.epoch, why)]
         case Gone(name):
             change = msgspec.structs.replace(change, homes=change.homes - {name})
         case Tick() if now > change.deadline_s:

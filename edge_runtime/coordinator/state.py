@@ -21,6 +21,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
 
     has_served  some process of that name was ready once
     is_coming   only a placement that is still being loaded has it
+    is_drained  it left since somebody wanted that; nobody waits for it
     """
 
     name: str
@@ -37,6 +38,12 @@ class NodeRecord(msgspec.Struct, frozen=True):
     has_served: bool = False
     numerics: str = ""
     is_coming: bool = False
+    is_drained: bool = False
+
+    @property
+    def is_awaited(self) -> bool:
+        """The cluster is not whole without it, and it does not serve."""
+        return not (self.serves or self.is_coming or self.is_drained)
 
     @property
     def last_heard_s(self) -> float:
@@ -67,14 +74,14 @@ class ClusterState(msgspec.Struct, frozen=True):
 
     @property
     def is_ready(self) -> bool:
-        """Every node of the file serves."""
-        return all(record.serves or record.is_coming for record in self.nodes.values())
+        """Every node of the file serves, but for those that were drained."""
+        return not any(record.is_awaited for record in self.nodes.values())
 
     def waiting_for(self) -> str:
         """What stands between now and ready, for people: `n3 loading 3.1 of 6.8 MB, n5 absent`."""
         parts = []
         for record in self.nodes.values():
-            if record.serves or record.is_coming:
+            if not record.is_awaited:
                 continue
             if record.phase == "loading":
                 done, total = record.bytes_done / 1e6, record.bytes_total / 1e6
@@ -118,6 +125,7 @@ class LoadFailed(NamedTuple):
 class Left(NamedTuple):
     name: str
     reason: str
+    is_drained: bool = False
 
 
 class Unreachable(NamedTuple):
@@ -237,8 +245,9 @@ def _apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState,
             return _gone(state, name, "lost", "its connection ended")
         case Unreachable():
             return state, []
-        case Left(name, reason):
-            return _gone(state, name, "left", reason[:MAX_FAULT_CHARS] or "stopped")
+        case Left(name, reason, is_drained):
+            state, commands = _gone(state, name, "left", reason[:MAX_FAULT_CHARS] or "stopped")
+            return _replace(state, name, is_drained=is_drained or state.nodes[name].is_drained), commands
     if state.nodes[event.name].phase in ("absent", "left"):
         return state, []  # said before it left: whoever comes, greets
     match event:
@@ -296,6 +305,7 @@ def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState,
         bytes_total=0,
         weight_bytes=known.weight_bytes if returned else 0,
         fault="",
+        is_drained=False,
     )
     word = "is back" if returned else "joined"
     commands.append(Note(f"{event.name} {word} (pid {event.pid})"))

@@ -1,10 +1,12 @@
 """What `status` shows, as a plain map: the cluster, the coordinator and every node. Pure; knows no socket."""
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 
 from edge_runtime.coordinator.deploy import experts_without_host
+from edge_runtime.coordinator.epochs import Outcome
 from edge_runtime.coordinator.state import ClusterState, NodeRecord
 from edge_runtime.coordinator.streams import Streams
 from topology.cluster import Cluster
@@ -19,7 +21,8 @@ def status_body(
     *,
     coordinator: dict[str, Any],
     change: str = "",
-    last_change: str = "",
+    leaving: Collection[str] = (),
+    outcomes: Sequence[Outcome] = (),
     now: float,
 ) -> dict[str, Any]:
     """The body of a StatusReply; every value fits in JSON."""
@@ -30,7 +33,8 @@ def status_body(
         "numerics": state.numerics,
         "waiting_for": state.waiting_for(),
         "change": change or None,
-        "last_change": last_change or None,
+        "last_change": outcomes[-1].detail if outcomes else None,
+        "changes": [msgspec.to_builtins(outcome) for outcome in outcomes],
         "experts_without_host": experts_without_host(placement, set(state.alive)),
         "coordinator": coordinator,
         "requests": {
@@ -38,12 +42,21 @@ def status_body(
             "finished": streams.num_finished,
             "failed": streams.num_failed,
         },
-        "nodes": [_node_body(cluster, placement, record, streams, now) for record in state.nodes.values()],
+        "nodes": [
+            _node_body(cluster, placement, record, streams, now, is_leaving=record.name in leaving)
+            for record in state.nodes.values()
+        ],
     }
 
 
 def _node_body(
-    cluster: Cluster, placement: Placement, record: NodeRecord, streams: Streams, now: float
+    cluster: Cluster,
+    placement: Placement,
+    record: NodeRecord,
+    streams: Streams,
+    now: float,
+    *,
+    is_leaving: bool,
 ) -> dict[str, Any]:
     node = next((node for node in cluster.nodes if node.name == record.name), None)
     plan = next((plan for plan in placement.nodes if plan.node == record.name), None)
@@ -53,7 +66,7 @@ def _node_body(
         "roles": sorted(node.roles) if node else [],
         "address": node.address if node else None,
         "pid": record.pid or None,
-        "state": record.phase,
+        "state": "draining" if is_leaving and record.serves else record.phase,
         "fault": record.fault or None,
         "numerics": record.numerics or None,
         "last_heard_s": round(now - record.last_heard_s, 3) if record.incarnation else None,

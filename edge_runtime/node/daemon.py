@@ -286,6 +286,8 @@ class NodeDaemon:
         if loader.share is None:
             log.error("epoch %d not loaded: %s", loader.epoch, loader.fault)
             self._send(DeployFailed(loader.epoch, loader.fault))
+        elif not loader.is_wanted:  # released before it was there
+            loader.share.close()
         else:
             self._take_share(loader.share, counts_now)
         if self._next_deploy is not None:
@@ -295,8 +297,6 @@ class NodeDaemon:
     def _take_share(self, share: LoadedShare, counts_now: bool) -> None:
         """Answer for a share's experts beside those of other placements; serve by it at once if it counts already."""
         old = self._shares.get(share.epoch)
-        if old is not None and old is not share:
-            self._release(share.epoch)
         self._shares[share.epoch] = share
         self._publish()
         rss = psutil.Process().memory_info().rss
@@ -310,6 +310,8 @@ class NodeDaemon:
         )
         if counts_now:
             self._activate(share.epoch, then=lambda: self._release_all_but(share.epoch))
+        if old is not None and old is not share:
+            self._close(old)
         self._send(Deployed(share.epoch, share.weight_bytes, rss))
 
     def _publish(self) -> None:
@@ -348,11 +350,22 @@ class NodeDaemon:
             self._engine.call(lambda engine: self._post(then))
 
     def _release(self, epoch: int) -> None:
+        if self._loader is not None and self._loader.epoch == epoch:
+            self._loader.is_wanted = False
+        if self._next_deploy is not None and self._next_deploy.epoch == epoch:
+            self._next_deploy = None
         share = self._shares.pop(epoch, None)
         self._publish()
         if share is not None:
-            share.close()
+            self._close(share)
             log.info("epoch %d released", epoch)
+
+    def _close(self, share: LoadedShare) -> None:
+        """On the engine's thread, which may be at a step by it and has to change over first."""
+        if self._engine is not None:
+            self._engine.call(lambda engine: share.close())
+        else:
+            share.close()
 
     def _release_all_but(self, kept: int) -> None:
         for epoch in [epoch for epoch in self._shares if epoch != kept]:

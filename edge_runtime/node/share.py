@@ -96,7 +96,8 @@ class LoadedShare:
 
 
 def share_digest(deploy: Deploy) -> str:
-    """Equal for equal shares: a node that already holds it loads nothing."""
+    """Equal for equal shares, whether or not they count yet: a node that already holds it loads nothing."""
+    deploy = msgspec.structs.replace(deploy, counts_now=True)
     return hashlib.blake2b(msgspec.json.encode(deploy), digest_size=16).hexdigest()
 
 
@@ -263,6 +264,7 @@ class ShareLoader(threading.Thread):
     ) -> None:
         super().__init__(name="share-loader", daemon=True)
         self.epoch = epoch
+        self.is_wanted = True
         self.share: LoadedShare | None = None
         self.fault = ""
         self.crash: BaseException | None = None

@@ -401,6 +401,7 @@ class Apply(Message, frozen=True):
 
     text    the whole file
     source  its path: what it names is relative to it
+    only_plan  change nothing; answered by Planned
     Answered by Applying, or Refused with all its faults; `status` then tells how far the change is.
     """
 
@@ -408,12 +409,35 @@ class Apply(Message, frozen=True):
 
     text: str
     source: str = ""
+    only_plan: bool = False
+
+
+class Drain(Message, frozen=True):
+    """From a client: move everything off a node, then let it stop. Answered by Applying, or Refused."""
+
+    node: Name
 
 
 class Applying(Message, frozen=True):
     """The change has begun: nodes load their shares of this epoch. 0: the file changes nothing."""
 
     epoch: Count
+
+
+class Planned(Message, frozen=True):
+    """What a topology file would change, as a plain map and, as `text`, for people."""
+
+    max_body_bytes: ClassVar[int] = 2 << 20
+
+    text: str
+    body: dict[str, Any]
+
+
+class GiveUp(Message, frozen=True):
+    """From a client: the change to this epoch cannot work out (a node's process ended): roll it back, if it still loads."""
+
+    epoch: Count
+    why: str = ""
 
 
 class StatusQuery(Message, frozen=True):

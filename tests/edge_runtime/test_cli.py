@@ -65,7 +65,7 @@ def commands(
 
 
 ALL = dict(commands(cli.cli))
-OWN = ("coordinator", "doctor", "down", "keys", "node", "plan", "status", "submit", "up")
+OWN = ("apply", "coordinator", "doctor", "down", "keys", "node", "plan", "status", "submit", "up")
 
 
 def assert_one_sentence(ended: Ended, exit_code: int, *words: str) -> None:

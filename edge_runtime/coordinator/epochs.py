@@ -1,0 +1,398 @@
+"""Which placement counts, which one is on its way, and when to make another: `state`, `redeploy` and `deploy` as one.
+
+Pure: events, wishes and `now` in, commands out, in the order in which they are to be carried out. Knows no socket, clock
+or file; the same events give the same commands.
+"""
+
+import collections
+from typing import NamedTuple
+
+import msgspec
+
+from edge_runtime.coordinator import redeploy
+from edge_runtime.coordinator import state as states
+from edge_runtime.coordinator.deploy import Plan, experts_without_host, plan_for
+from edge_runtime.errors import Refusal
+from topology.cluster import Cluster
+from topology.costs import ModelFootprint
+from topology.errors import TopologyError
+from topology.placement import Placement
+
+CHANGE_S = 120.0  # how long loading another placement may take, and switching to it
+RETRY_S = 2.0  # after a change that did not work out; doubled each time ...
+MAX_RETRY_S = 60.0  # ... up to this
+ABSENT_S = 30.0  # how long nodes that never came are waited for before the others take their part
+KEPT_OUTCOMES = 8  # changes whose end is remembered
+
+HERE = ("loading", "ready", "suspect")  # phases of a node whose process is there
+
+
+class SendDeploy(NamedTuple):
+    """Tell a node its share of that placement."""
+
+    name: str
+    epoch: int
+
+
+class SendActivate(NamedTuple):
+    name: str
+    epoch: int
+
+
+class SendRelease(NamedTuple):
+    name: str
+    epoch: int
+
+
+class Dismiss(NamedTuple):
+    """Tell a process to stop; what it still says is not heard."""
+
+    peer: bytes
+    why: str
+
+
+class Announce(NamedTuple):
+    """Tell every serving node who serves, and whether what has no living host will have one."""
+
+    epoch: int
+    alive: list[str]
+    replacing: bool
+
+
+Command = (
+    states.Note
+    | states.Greet
+    | states.SendShare
+    | states.RefuseJoin
+    | states.MoveRequests
+    | SendDeploy
+    | SendActivate
+    | SendRelease
+    | Dismiss
+    | Announce
+)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a change ended. detail: for people, why it was rolled back or how long it took."""
+
+    epoch: int
+    is_done: bool
+    detail: str
+
+
+class Epochs:
+    """Membership and placements of one cluster.
+
+    plans   the placement that counts, and the one that is being loaded; no others
+    change  the change under way, None most of the time
+    """
+
+    def __init__(self, cluster: Cluster, footprint: ModelFootprint, placement: Placement, now: float) -> None:
+        self.state = states.initial_state(
+            list(cluster.node_names), placement.epoch, cluster.heartbeat_s, cluster.lost_after_s
+        )
+        self.plans = {placement.epoch: Plan(cluster, placement)}
+        self.active = placement.epoch
+        self.change: redeploy.Change | None = None
+        self.outcomes: collections.deque[Outcome] = collections.deque(maxlen=KEPT_OUTCOMES)
+        self._footprint = footprint
+        self._newest = (
+            placement.epoch
+        )  # no epoch is ever used twice: a node may still be at work on an old one
+        self._began_s = now
+        self._loaded_bytes: dict[str, int] = {}  # node -> weights it holds for the change
+        self._progress: dict[str, tuple[int, int]] = {}  # node -> bytes loaded for the change, of how many
+        self._try_at_s = now
+        self._retry_s = RETRY_S
+        self._told = ""  # why the placement cannot be mended, as last noted
+        self._left_out: frozenset[str] = frozenset()  # nodes that the planner has no use for
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.plans[self.active].cluster
+
+    @property
+    def placement(self) -> Placement:
+        return self.plans[self.active].placement
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Nodes that are being drained."""
+        return self.change.leaving if self.change is not None else frozenset()
+
+    def change_text(self) -> str:
+        """What the change under way waits for, for people; empty without one."""
+        if self.change is None:
+            return ""
+        if self.change.phase == "switching":
+            return self.change.waiting_for()
+        parts = []
+        for name in sorted(self.change.members - self.change.loaded):
+            record = self.state.nodes.get(name)
+            if record is None or record.phase not in HERE:
+                parts.append(f"{name} to come")
+            elif name in self._progress:
+                done, total = self._progress[name]
+                parts.append(f"{name} loading {done / 1e6:.1f} of {total / 1e6:.1f} MB")
+            else:
+                parts.append(f"{name} to load")
+        return f"epoch {self.change.epoch}: {', '.join(parts)}"
+
+    # What nodes do and say.
+
+    def apply(self, event: states.Event, now: float) -> list[Command]:
+        """Take in what became of a node."""
+        if isinstance(event, states.Beat):
+            self._newest = max(self._newest, event.report.epoch)  # from before this coordinator
+        before = self.state
+        self.state, said = states.apply(before, event, now)
+        commands: list[Command] = []
+        announces = False
+        for command in said:
+            match command:
+                case states.SendShare(name):
+                    commands += [command, *(SendDeploy(name, epoch) for epoch in self._epochs_of(name))]
+                case states.AnnounceAlive():
+                    announces = True
+                case _:
+                    commands.append(command)
+        for name in states.gone_between(before, self.state):
+            commands += self._advance(redeploy.Gone(name), now)
+        if isinstance(event, states.Tick):
+            commands += self._advance(redeploy.Tick(), now)
+        if announces or isinstance(event, states.Tick):
+            commands += self._mend(now)
+        if announces:
+            commands.append(self._announcement())
+        return commands
+
+    def progressed(self, name: str, epoch: int, done: int, total: int, now: float) -> list[Command]:
+        if self.change is not None and epoch == self.change.epoch:
+            self._progress[name] = (done, total)
+        return self.apply(states.Progressed(name, done, total), now)
+
+    def loaded(self, name: str, epoch: int, weight_bytes: int, now: float) -> list[Command]:
+        """A node holds its share of that placement."""
+        if self._is_loading(epoch):
+            self._loaded_bytes[name] = weight_bytes
+            return self._advance(redeploy.Loaded(name), now)
+        return self.apply(states.ShareLoaded(name, epoch, weight_bytes), now)
+
+    def cannot_load(self, name: str, epoch: int, reason: str, now: float) -> list[Command]:
+        if self._is_loading(epoch):
+            return self._advance(redeploy.CannotLoad(name, reason), now)
+        return self.apply(states.LoadFailed(name, epoch, reason), now)
+
+    def cannot_join(self, name: str, reason: str, now: float) -> list[Command]:
+        """A process of that name was refused: a change that waits for this node waits in vain."""
+        record = self.state.nodes.get(name)
+        if self.change is None or record is None or not record.is_coming or record.phase in HERE:
+            return []
+        return self._advance(redeploy.CannotLoad(name, reason), now)
+
+    def switched(self, name: str, epoch: int, now: float) -> list[Command]:
+        """A node steps by that placement."""
+        if self.change is None or epoch != self.change.epoch:
+            return []
+        return self._advance(redeploy.Switched(name), now)
+
+    # What people want.
+
+    def plan(self, wanted: Cluster) -> Plan:
+        """The placement that another topology file leads to. Nodes that are known to be away get nothing for now.
+
+        Raises TopologyError if the nodes cannot hold the model.
+        """
+        nodes = self.state.nodes
+        names = [name for name in wanted.node_names if name not in nodes or nodes[name].phase in HERE]
+        return Plan(wanted, self._placed(wanted, names))
+
+    def apply_plan(self, plan: Plan, why: str, now: float) -> tuple[int, list[Command]]:
+        """Begin to change to a plan of `plan`. Returns its epoch, 0 if it changes nothing."""
+        self._refuse_if_busy()
+        if plan.cluster == self.cluster and plan.placement.nodes == self.placement.nodes:
+            return 0, []
+        return plan.placement.epoch, self._begin(plan, why, now)
+
+    def drain(self, name: str, now: float) -> tuple[int, list[Command]]:
+        """Begin to move everything off a node, which stops when that is done. Returns the epoch without it."""
+        self._refuse_if_busy()
+        record = self.state.nodes.get(name)
+        if record is None:
+            known = ", ".join(self.state.nodes)
+            raise TopologyError(f"no node is called {name}; the cluster has {known}")
+        if record.phase not in HERE:
+            raise TopologyError(f"{name} is not there to be drained: it is {record.phase}")
+        names = [
+            other.name for other in self.state.nodes.values() if other.phase in HERE and other.name != name
+        ]
+        try:
+            placement = self._placed(self.cluster, names)
+        except TopologyError as error:
+            raise TopologyError(f"{name} cannot be drained: without it {error}") from error
+        plan = Plan(self.cluster, placement)
+        return placement.epoch, self._begin(plan, f"{name} was drained", now, frozenset((name,)))
+
+    def give_up(self, epoch: int, why: str, now: float) -> list[Command]:
+        """Whoever asked for the change says that it cannot work out."""
+        return self._advance(redeploy.GivenUp(why), now) if self._is_loading(epoch) else []
+
+    def _refuse_if_busy(self) -> None:
+        if self.change is not None:
+            raise Refusal("busy", f"a change is under way: {self.change_text()}", 1.0)
+
+    # From one placement to the next.
+
+    def _is_loading(self, epoch: int) -> bool:
+        return self.change is not None and epoch == self.change.epoch and self.change.phase == "loading"
+
+    def _epochs_of(self, name: str) -> list[int]:
+        """The placements in which a node has a share, the one that counts first."""
+        epochs = sorted(self.plans, key=lambda epoch: epoch != self.active)
+        return [epoch for epoch in epochs if self.plans[epoch].holds(name)]
+
+    def _placed(self, cluster: Cluster, names: list[str]) -> Placement:
+        return plan_for(cluster, self._footprint, names, self.placement, self._newest + 1)
+
+    def _begin(
+        self, plan: Plan, why: str, now: float, leaving: frozenset[str] = frozenset()
+    ) -> list[Command]:
+        epoch = self._newest = plan.placement.epoch
+        members = frozenset(share.node for share in plan.placement.nodes)
+        homes = {*plan.homes, *self.plans[self.active].homes} & members
+        self.plans[epoch] = plan
+        self._loaded_bytes, self._progress = {}, {}
+        self.change = redeploy.Change(
+            epoch=epoch,
+            old_epoch=self.active,
+            members=members,
+            homes=frozenset(
+                name for name in homes if name in self.state.nodes and self.state.nodes[name].serves
+            ),
+            leaving=leaving,
+            began_s=now,
+            deadline_s=now + CHANGE_S,
+            why=why,
+        )
+        commands: list[Command] = [states.Note(f"epoch {epoch} begins to load: {why}")]
+        commands += self.apply(states.Expected(plan.cluster.node_names), now)
+        nodes = self.state.nodes
+        return commands + [SendDeploy(name, epoch) for name in sorted(members) if nodes[name].phase in HERE]
+
+    def _advance(self, event: redeploy.Event, now: float) -> list[Command]:
+        if self.change is None:
+            return []
+        change = self.change
+        self.change, said = redeploy.advance(change, event, now)
+        commands: list[Command] = []
+        for command in said:
+            match command:
+                case redeploy.Activate(epoch):
+                    commands += self._activate(change, epoch, now)
+                case redeploy.Release(epoch):
+                    commands += self._release(epoch)
+                    took_s = now - change.began_s
+                    self._end(
+                        Outcome(change.epoch, True, f"epoch {change.epoch} in {took_s:.1f} s: {change.why}")
+                    )
+                    self._retry_s, self._left_out = RETRY_S, frozenset()
+                    commands.append(states.Note(f"epoch {epoch} released; {self.outcomes[-1].detail}"))
+                case redeploy.RollBack(epoch, why):
+                    self._end(Outcome(epoch, False, f"epoch {epoch} was rolled back: {why}"))
+                    commands.append(states.Note(self.outcomes[-1].detail))
+                    commands += self._release(epoch)
+                    commands += self._roll_back(isinstance(event, redeploy.Gone), why, now)
+        return commands
+
+    def _end(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+    def _release(self, epoch: int) -> list[Command]:
+        del self.plans[epoch]
+        return [
+            SendRelease(record.name, epoch) for record in self.state.nodes.values() if record.phase in HERE
+        ]
+
+    def _activate(self, change: redeploy.Change, epoch: int, now: float) -> list[Command]:
+        self.active = epoch
+        names, nodes = self.cluster.node_names, self.state.nodes
+        commands: list[Command] = [SendActivate(name, epoch) for name in sorted(change.members)]
+        why = "it was taken out of the topology file"
+        commands += [
+            Dismiss(record.peer, why)
+            for record in nodes.values()
+            if record.name not in names and record.phase in HERE
+        ]
+        commands += self.apply(states.Changed(epoch, names, dict(self._loaded_bytes)), now)
+        for name in sorted(change.leaving):
+            commands.append(Dismiss(self.state.nodes[name].peer, "it was drained"))
+            commands += self.apply(states.Left(name, "drained", is_drained=True), now)
+        return [*commands, self._announcement()]
+
+    def _roll_back(self, at_once: bool, why: str, now: float) -> list[Command]:
+        """What only the placement that is off had is sent away; another is tried, at once if only a node is gone."""
+        commands: list[Command] = [
+            Dismiss(record.peer, why)
+            for record in self.state.nodes.values()
+            if record.is_coming and record.phase in HERE
+        ]
+        if not at_once:
+            self._try_at_s = now + self._retry_s
+            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+        commands += self.apply(states.NotChanged(), now)
+        return [*commands, *self._mend(now), self._announcement()]
+
+    # Mending.
+
+    def _mend(self, now: float) -> list[Command]:
+        """Give experts without a living host another one, and a node that came back its part again."""
+        if self.change is not None or now < self._try_at_s:
+            return []
+        records = self.state.nodes.values()
+        present = [record.name for record in records if record.phase in HERE]
+        holds = self.plans[self.active].holds
+        idle = frozenset(name for name in present if not holds(name)) - self._left_out
+        is_late = now - self._began_s > ABSENT_S
+        away = [r.name for r in records if r.name not in present and (r.has_served or is_late)]
+        unhosted = experts_without_host(self.placement, set(present)) if away else 0
+        if not present or (not idle and not unhosted):
+            return []
+        self._try_at_s = now + RETRY_S
+        try:
+            placement = self._placed(self.cluster, present)
+        except TopologyError as error:
+            if str(error) == self._told:
+                return []
+            self._told = str(error)
+            return [states.Note(f"the placement cannot be mended: {error}")]
+        self._told = ""
+        plan = Plan(self.cluster, placement)
+        if not unhosted and not any(plan.holds(name) for name in idle):
+            self._left_out |= idle
+            return []
+        why = (
+            f"{unhosted} experts lost their host with {', '.join(away)}"
+            if unhosted
+            else f"{', '.join(sorted(idle))} came back"
+        )
+        return self._begin(plan, why, now)
+
+    def _announcement(self) -> Announce:
+        return Announce(self.active, self.state.alive, self._will_be_hosted())
+
+    def _will_be_hosted(self) -> bool:
+        """Whether experts without a living host will have one: on a node that is loading, or in another placement."""
+        records = self.state.nodes.values()
+        present = {record.name for record in records if record.phase in HERE}
+        if not experts_without_host(self.placement, set(self.state.alive)):
+            return False
+        if not experts_without_host(self.placement, present):
+            return True
+        if self.change is not None:
+            return not experts_without_host(self.plans[self.change.epoch].placement, present)
+        try:
+            self._placed(self.cluster, sorted(present))
+        except TopologyError:
+            return False
+        return True
