@@ -7,6 +7,8 @@ import click
 
 from testbed.bench_cli import bench
 
+HERE = Path(__file__).resolve().parent
+
 __all__ = ["bench", "testbed"]
 
 
@@ -80,3 +82,35 @@ def link(
             click.echo(links.describe(each))
     if as_json:
         click.echo(json.dumps(shaped))
+
+
+@testbed.command(epilog="\b\nExample:\n  edge-runtime testbed chaos --seed 1 --requests 1000")
+@click.option(
+    "--topology",
+    type=click.Path(path_type=Path),
+    default=HERE / "scenarios" / "eight_nodes.toml",
+    help="Topology file; default: eight nodes with the demo model.",
+)
+@click.option("--seed", default=1, show_default=True, help="The same troubles come again with the same seed.")
+@click.option("--requests", default=1000, show_default=True, help="Requests during the trouble.")
+@click.option("--streams", default=12, show_default=True, help="Requests at once.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
+def chaos(topology: Path, seed: int, requests: int, streams: int, as_json: bool) -> None:
+    """Kill, restart, freeze, cut and slow nodes while they answer; every answer must be the undisturbed one."""
+    from dataclasses import asdict
+
+    from edge_runtime.clock import SystemClock
+    from edge_runtime.errors import ClusterError
+    from testbed.chaos import Chaos, mixed_entries
+
+    if requests < 1 or streams < 1:
+        raise click.BadParameter("requests and streams are at least 1")
+    prompts = [
+        json.loads(line)["prompt"]
+        for line in (HERE / "prompts" / "domains.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    with Chaos(topology, SystemClock()) as running:
+        report = running.run(mixed_entries(prompts, seed), requests, streams, seed)
+    click.echo(json.dumps(asdict(report)) if as_json else str(report))
+    if not report.is_well:
+        raise ClusterError("not every answer was right, or not everything came to rest")

@@ -37,8 +37,12 @@ def plan_for(
 
     Raises PlacementError if they cannot hold it.
     """
-    nodes = tuple(node for node in cluster.nodes if node.name in present)
-    return plan_placement(replace(cluster, nodes=nodes), footprint, epoch=epoch, previous=previous)
+    there = replace(
+        cluster,
+        nodes=tuple(node for node in cluster.nodes if node.name in present),
+        pins=tuple(pin for pin in cluster.pins if pin.node in present),
+    )
+    return plan_placement(there, footprint, epoch=epoch, previous=previous)
 
 
 def refuse_unchangeable(running: Cluster, wanted: Cluster) -> None:

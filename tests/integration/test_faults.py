@@ -165,6 +165,27 @@ def test_experts_without_replicas_that_are_lost_end_only_what_needs_them_until_t
     assert [again[prompt]["text"] for prompt in affected] == [whole[prompt]["text"] for prompt in affected]
 
 
+def test_experts_without_replicas_that_are_lost_are_loaded_where_there_is_room_and_no_text_changes(
+    tmp_path: Path,
+) -> None:
+    scenario = tmp_path / "roomy.toml"
+    scenario.write_text(ONE_EXPERT.read_text().replace("378.15 MiB", "380 MiB"))
+    prompts = ["und ", "of ", "and ", "10", "print(", "from "]
+    with LocalCluster(write_topology(tmp_path / "roomy", scenario)) as cluster:
+        texts = undisturbed(cluster, prompts)
+        streams = start_streams(cluster, prompts)
+        cluster.kill("vault")
+        finished = streams.finish(deadline_s=60.0)
+        assert finished.exit_code == 0, finished
+        assert [answer["text"] for answer in read_json_lines(finished.stdout)] == texts
+        body = cluster.status()
+        assert body["experts_without_host"] == 0 and "lost their host with vault" in body["last_change"]
+        cluster.start_node("vault")
+        cluster.wait_until_ready()
+        wait_for(lambda: cluster.node("vault")["experts"] == 1, "vault has its part again")
+        assert undisturbed(cluster, prompts) == texts
+
+
 def flags() -> tuple[str, ...]:
     return "--max-tokens", str(NUM_TOKENS), "--ignore-eos"
 
