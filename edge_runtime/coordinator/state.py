@@ -246,8 +246,8 @@ def _apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState,
         case Unreachable():
             return state, []
         case Left(name, reason, is_drained):
-            state, commands = _gone(state, name, "left", reason[:MAX_FAULT_CHARS] or "stopped")
-            return _replace(state, name, is_drained=is_drained or state.nodes[name].is_drained), commands
+            state, said = _gone(state, name, "left", reason[:MAX_FAULT_CHARS] or "stopped")
+            return _replace(state, name, is_drained=is_drained or state.nodes[name].is_drained), said
     if state.nodes[event.name].phase in ("absent", "left"):
         return state, []  # said before it left: whoever comes, greets
     match event:
