@@ -16,17 +16,19 @@ from edge_runtime.model.attention import (
     AttentionBatch,
     AttentionRows,
     LatentRows,
+    LatentWeights,
     Pages,
     attend,
     attention_floats,
     attention_rows,
     paged_options,
 )
-from edge_runtime.model.gate import gate, gate_options
+from edge_runtime.model.gate import gate, gate_options, gate_rule
 from edge_runtime.model.layers import LayerWeights, Trunk
 from edge_runtime.model.moe import Beside, ExpertPort, Missing, joined
 from edge_runtime.model.spec import LayerSpec, ModelSpec
 from kernels import ops
+from kernels.segments import AttentionParts, AttentionSegment, bind_attention_segment
 
 INT32_BUFFERS = ("counting", "zeros", "expert_ids")
 
@@ -38,6 +40,7 @@ class _Layer(NamedTuple):
     paged_options: dict[str, Any]
     gate_options: dict[str, Any]
     output_scale: float | None
+    segment: AttentionSegment | None  # attention and gate in one call, where kernels have it for such a layer
 
 
 class _StepRows(NamedTuple):
@@ -45,6 +48,7 @@ class _StepRows(NamedTuple):
 
     hidden: Tensor  # [T, D]
     x: Tensor  # [T, D], what attention reads, then what the experts read
+    scratch: Tensor  # [T * floats of a layer's attention]
     attention: dict[int, AttentionRows | LatentRows]  # by layer; layers of one kind share them
     gate_logits: Tensor  # [T, E]
     chosen: tuple[Tensor, Tensor]  # expert ids [T, K] int32 and gate weights [T, K] of the layer at hand
@@ -73,7 +77,7 @@ class Decoder:
         self.max_rows = max_rows
         self._trunk = trunk
         self._layers = {
-            index: _layer(spec.layers[index], weights, (pages.k(index), pages.v(index)))
+            index: _layer(spec.layers[index], weights, (pages.k(index), pages.v(index)), spec.norm_eps)
             for index, weights in enumerate(trunk.layers, trunk.first_layer)
         }
         self._buffers = {
@@ -104,8 +108,12 @@ class Decoder:
         returns  x [T, D] float32, what the experts see; expert_ids [T, K] int32 and gate_weights [T, K] float32,
                  both None in a dense layer
         """
-        spec, weights, pages, paged, chosen_by, _ = self._layers[layer]
+        spec, weights, pages, paged, chosen_by, _, segment = self._layers[layer]
         rows, eps = self._rows(hidden.shape[0]), self.spec.norm_eps
+        if segment is not None:
+            logits, chosen = (None, (None, None)) if spec.gate is None else (rows.gate_logits, rows.chosen)
+            segment.run(hidden, rows.x, *batch, rows.scratch, logits, *chosen)
+            return rows.x, *chosen
         ops.rms_norm(hidden, weights.input_norm, eps, out=rows.x)
         normed = weights.attention_out_norm
         attend(
@@ -214,7 +222,15 @@ class Decoder:
         """out [T, D] += the weighted sum of what the routed experts give for x; `beside` runs while they are awaited."""
         rows = self._rows(x.shape[0])
         arguments = layer, x, expert_ids, rows.expert_out
-        missing = port.run(*arguments) if beside is None else port.run(*arguments, beside)
+        if beside is None:
+            is_finite = port.add_here(layer, x, expert_ids, gate_weights, out, rows.expert_out)
+            if is_finite:
+                return None
+            if is_finite is not None:
+                return _not_finite(layer, rows.expert_out, rows.slots, expert_ids, port)
+            missing = port.run(*arguments)
+        else:
+            missing = port.run(*arguments, beside)
         slots = rows.slots
         if missing is not None:
             slots = slots.clone()
@@ -283,6 +299,7 @@ class Decoder:
         return _StepRows(
             hidden=part["hidden"],
             x=part["x"],
+            scratch=scratch,
             attention={index: by_spec[layer.spec.attention] for index, layer in self._layers.items()},
             gate_logits=part["gate_logits"],
             chosen=(part["expert_ids"], part["gate_weights"]),
@@ -319,7 +336,7 @@ def row_numbers(spec: ModelSpec) -> dict[str, int]:
     }
 
 
-def _layer(spec: LayerSpec, weights: LayerWeights, pages: tuple[Tensor, Tensor]) -> _Layer:
+def _layer(spec: LayerSpec, weights: LayerWeights, pages: tuple[Tensor, Tensor], norm_eps: float) -> _Layer:
     return _Layer(
         spec,
         weights,
@@ -327,6 +344,58 @@ def _layer(spec: LayerSpec, weights: LayerWeights, pages: tuple[Tensor, Tensor])
         paged_options(spec.attention, weights.attention),
         gate_options(spec.gate, weights.gate) if spec.gate and weights.gate else {},
         None if weights.output_scale is None else float(weights.output_scale),
+        _segment(spec, weights, pages, norm_eps),
+    )
+
+
+def _segment(
+    spec: LayerSpec, weights: LayerWeights, pages: tuple[Tensor, Tensor], norm_eps: float
+) -> AttentionSegment | None:
+    """Attention and gate of a layer in one call, if it has no more than such a call does and the kernels have one."""
+    attention, part = spec.attention, weights.attention
+    if (
+        isinstance(part, LatentWeights)
+        or attention.kv_shared_with is not None
+        or attention.values_are_keys
+        or attention.value_norm
+        or attention.clip is not None
+        or spec.output_norms
+        or (spec.gate is not None and spec.gate.reads_residual)
+    ):
+        return None
+    gated = (
+        {}
+        if spec.gate is None or weights.gate is None
+        else {
+            "gate": weights.gate.weight,
+            "gate_bias": weights.gate.bias,
+            "top_k": spec.gate.top_k,
+            "rule": gate_rule(spec.gate, weights.gate),
+        }
+    )
+    return bind_attention_segment(
+        AttentionParts(
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_width=attention.head_width,
+            norm_eps=norm_eps,
+            input_norm=weights.input_norm,
+            qkv=part.qkv,
+            rope=part.rope,
+            pages=pages,
+            scale=attention.scale,
+            out=part.out,
+            post_norm=weights.post_norm,
+            qkv_bias=part.qkv_bias,
+            q_norm=part.q_norm,
+            k_norm=part.k_norm,
+            interleaved=attention.rope.interleaved,
+            window=attention.window,
+            sinks=part.sinks,
+            soft_cap=attention.soft_cap,
+            out_bias=part.out_bias,
+            **gated,  # type: ignore[arg-type]
+        )
     )
 
 

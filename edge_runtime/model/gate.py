@@ -8,6 +8,7 @@ from torch import Tensor
 from edge_runtime.model.spec import GateSpec
 from kernels import ops
 from kernels.ops import LinearWeight
+from kernels.reference.gate_topk import GateRule
 
 
 class GateWeights(NamedTuple):
@@ -56,3 +57,8 @@ def gate_options(spec: GateSpec, weights: GateWeights) -> dict[str, Any]:
     if weights.selection_bias is not None:
         found["selection_bias"] = weights.selection_bias
     return found
+
+
+def gate_rule(spec: GateSpec, weights: GateWeights) -> GateRule:
+    """The same, for a gate that is bound to a layer."""
+    return GateRule(renormalise=spec.renormalise, **gate_options(spec, weights))

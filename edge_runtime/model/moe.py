@@ -52,6 +52,21 @@ class ExpertPort(Protocol):
         beside       work of the layer's own (a shared expert), called once: while others compute, if others do
         """
 
+    def add_here(
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        gate_weights: Tensor,
+        hidden: Tensor,
+        out: Tensor,
+    ) -> bool | None:
+        """hidden [T, D] += the weighted sum, in one call, if this node serves every expert of the layer.
+
+        out      as in `run`
+        returns  whether hidden is finite afterwards; None if others serve some, and nothing was done
+        """
+
 
 class ExpertStore:
     """The experts resident on this node, by layer."""
@@ -149,6 +164,21 @@ class LocalExperts:
         here = (~is_missing).nonzero().view(-1)
         out[here] = ops.grouped_ffn(x, rows[here], flat[here], bank)
         return self._missing(layer, flat, is_missing.nonzero().view(-1))
+
+    def add_here(
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        gate_weights: Tensor,
+        hidden: Tensor,
+        out: Tensor,
+    ) -> bool | None:
+        """See ExpertPort."""
+        bank = self._store.bank(layer)
+        if bank is None or not self._store.holds_all(layer):
+            return None
+        return ops.experts(x, expert_ids, gate_weights, bank, hidden, expert_out=out)
 
     def _slot_rows(self, num_tokens: int, num_columns: int) -> Tensor:
         rows = self._rows.get((num_tokens, num_columns))

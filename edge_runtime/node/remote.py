@@ -181,6 +181,24 @@ class PlacedExperts:
         slots = torch.cat(missing) if missing else torch.empty(0, dtype=torch.int64)
         return Missing(slots, self._explain(layer, flat[slots])) if len(slots) else None
 
+    def add_here(
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        gate_weights: Tensor,
+        hidden: Tensor,
+        out: Tensor,
+    ) -> bool | None:
+        """See ExpertPort."""
+        if not self._is_local[layer]:
+            return None
+        self._served_by = None
+        began = self._clock.now()
+        is_finite = self._local.add_here(layer, x, expert_ids, gate_weights, hidden, out)
+        self.times.local += self._clock.now() - began
+        return is_finite
+
     def _run_once(
         self,
         layer: int,

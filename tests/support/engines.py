@@ -84,6 +84,9 @@ class Lacking:
     def served_by(self) -> object:
         return self._port.served_by()
 
+    def add_here(self, *arguments: object) -> None:
+        """Never all in one: some may lack."""
+
     def run(
         self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
     ) -> Missing | None:
