@@ -5,6 +5,8 @@ import logging
 import re
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ from edge_runtime.errors import CheckpointError, ConfigError, UserError
 from edge_runtime.model.checkpoint import Checkpoint
 from tests.support.tiny_models import (
     INDEX_FILE,
+    TINY,
     edit_config,
     read_tensors,
     write_tensors,
+    write_tiny,
     write_tiny_qwen3_moe,
 )
 
@@ -306,3 +310,80 @@ def test_a_large_model_is_hashed_by_samples(folder, monkeypatch):
     sampled = Checkpoint.open(folder).model_hash
     write_tiny_qwen3_moe(folder, mlp_only_layers=[0], seed=1)
     assert len({whole, sampled, Checkpoint.open(folder).model_hash}) == 3
+
+
+# Families whose experts lie in other ways.
+
+
+def test_an_expert_stored_twice_is_not_ignored(tmp_path):
+    write_tiny("olmoe", tmp_path / "hub")
+    write_tiny("olmoe", tmp_path / "fused", as_on_hub=False)
+    fused = read_tensors(tmp_path / "fused")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    write_tensors(tmp_path / "hub", read_tensors(tmp_path / "hub") | {name: fused[name]})
+    assert f"1 tensors belong to no part of a olmoe model of this config ({name})" in fault(tmp_path / "hub")
+
+
+def test_one_missing_expert_and_a_missing_tensor_of_all_experts_are_named(tmp_path):
+    for as_on_hub, name in (
+        (True, "model.layers.2.block_sparse_moe.experts.5.w2.weight"),
+        (False, "model.layers.2.mlp.experts.down_proj"),
+    ):
+        folder = write_tiny("mixtral", tmp_path / str(as_on_hub), as_on_hub=as_on_hub)
+        tensors = read_tensors(folder)
+        del tensors[name]
+        write_tensors(folder, tensors)
+        assert "are missing" in fault(folder) and ".layers.2." in fault(folder)
+
+
+def test_fused_experts_of_another_count_say_expected_and_found(tmp_path):
+    folder = write_tiny("qwen2_moe", tmp_path, as_on_hub=False)
+    tensors = read_tensors(folder)
+    name = "model.layers.0.mlp.experts.down_proj"
+    write_tensors(folder, tensors | {name: tensors[name][:7]})
+    assert f"tensor {name} has shape [7, 64, 48], expected [8, 64, 48]" in fault(folder)
+
+
+def test_old_rope_tables_in_a_checkpoint_are_no_part_of_the_model(tmp_path):
+    folder = write_tiny("mixtral", tmp_path)
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    write_tensors(folder, read_tensors(folder) | inv_freq)
+    assert Checkpoint.open(folder).spec.family == "mixtral"
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_every_family_ties_its_head_or_has_one(family, tmp_path):
+    folder = write_tiny(family, tmp_path, num_shards=1, tie_word_embeddings=False)
+    tensors = read_tensors(folder)
+    assert not Checkpoint.open(folder).spec.tied_head
+    write_tensors(folder, {name: tensor for name, tensor in tensors.items() if name != HEAD})
+    assert HEAD in fault(folder)
+    edit_config(folder, tie_word_embeddings=True)
+    assert Checkpoint.open(folder).spec.tied_head
+
+
+OFFLINE = """
+import socket, sys
+
+def refuse(*arguments, **options):
+    raise AssertionError("a socket was opened")
+
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+from edge_runtime.model.build import load_experts, load_trunk
+from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.tokenizer import Tokenizer
+from topology.ids import ExpertId
+
+checkpoint = Checkpoint.open(sys.argv[1])
+load_trunk(checkpoint, checkpoint.spec, 0, 1, context_tokens=16)
+load_experts(checkpoint, checkpoint.spec, [ExpertId(0, 0)])
+Tokenizer.open(sys.argv[1]).encode("no network is needed")
+assert not any(name.split(".")[0] in ("requests", "httpx", "urllib3") for name in sys.modules), "a client was loaded"
+"""
+
+
+def test_a_local_folder_is_read_without_the_network(demo_model, repository):
+    run = subprocess.run(
+        [sys.executable, "-c", OFFLINE, demo_model], cwd=repository, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
