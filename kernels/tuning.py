@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import backends, ops
+from kernels.segments import AttentionParts, AttentionSegment, bind_attention_segment
 
 ROTATED_BYTES = 64 << 20
 EPS = 1e-6
@@ -56,7 +58,7 @@ class Timing:
     gbps: float
     """Bytes read and written per second: weights touched, keys, values and rows, once each."""
     of_floor: float
-    """The larger of arithmetic at peak and bytes at stream speed, over the time taken: 1 is the floor."""
+    """The larger of arithmetic at peak and bytes at the stream's speed just then, over the time taken: 1 is the floor."""
 
 
 def best_us(call: Callable[[], object], budget_s: float = 0.15) -> float:
@@ -81,10 +83,9 @@ def peak_gflops() -> float:
     return turns * 512 * 2 / best_us(lambda: _native.fma_turns(turns)) / 1e3
 
 
-def stream_gbps() -> float:
-    """Bytes per second that one core reads from memory."""
-    buffer = torch.ones(ROTATED_BYTES // 4)
-    return ROTATED_BYTES / best_us(lambda: torch.dot(buffer, buffer), 1.0) / 1e3
+def stream_gbps(buffer: Tensor, budget_s: float) -> float:
+    """Bytes per second that one core reads from memory. buffer [ROTATED_BYTES / 4] float32."""
+    return ROTATED_BYTES / best_us(lambda: torch.dot(buffer, buffer), budget_s) / 1e3
 
 
 def weights(N: int, K: int) -> Iterator[ops.LinearWeight]:
@@ -188,6 +189,51 @@ class Layers:
 
         return run
 
+    def fused_step(self, T: int) -> Callable[[], object] | None:
+        """A decode step with one call for attention and gate and one for the experts; None without segments."""
+        s, rows = self.shape, step_rows(self.shape, T, prefill=False)
+        num_blocks = rows.tables.numel()
+        segments = [self._segment(layer, num_blocks) for layer in self.layers]
+        bound = [segment for segment in segments if segment is not None]
+        if len(bound) < len(segments):
+            return None
+        tokens, scores = torch.randint(s.V, (T,)).int(), torch.empty(T, s.V)
+        hidden, x, expert_out = torch.empty(T, s.D), torch.empty(T, s.D), torch.empty(T * s.K, s.D)
+        buffer, logits = torch.empty(T * bound[0].buffer_floats), torch.empty(T, s.E)
+        ids, gate_weights = torch.empty(T, s.K, dtype=torch.int32), torch.empty(T, s.K)
+        at = rows.positions, rows.slots, rows.request, rows.tables
+
+        def run() -> None:
+            ops.embed(tokens, self.head, out=hidden)
+            for layer, segment in zip(self.layers, bound, strict=True):
+                segment.run(hidden, x, *at, buffer, logits, ids, gate_weights)
+                ops.experts(x, ids, gate_weights, layer["bank"], hidden, expert_out=expert_out)
+            ops.linear(ops.rms_norm(hidden, self.norm, EPS, out=x), self.head, out=scores)
+
+        return run
+
+    def _segment(self, layer: dict[str, Any], num_blocks: int) -> AttentionSegment | None:
+        s = self.shape
+        return bind_attention_segment(
+            AttentionParts(
+                num_heads=s.H,
+                num_kv_heads=s.G,
+                head_width=s.P,
+                norm_eps=EPS,
+                input_norm=self.norm,
+                qkv=layer["qkv"],
+                rope=(self.cos, self.sin),
+                pages=(torch.zeros(num_blocks, s.G, s.P, 16), torch.zeros(num_blocks, s.G, 16, s.P)),
+                scale=s.P**-0.5,
+                out=layer["o"],
+                post_norm=self.norm,
+                q_norm=self.head_norm,
+                k_norm=self.head_norm,
+                gate=layer["gate"],
+                top_k=s.K,
+            )
+        )
+
 
 def cases(s: Shape, T: int) -> Iterator[tuple[str, Callable[[], object], float, float]]:
     """(op, call, flops, bytes) for T rows: decode rows up to 16, a prompt above."""
@@ -254,12 +300,16 @@ def cases(s: Shape, T: int) -> Iterator[tuple[str, Callable[[], object], float, 
     yield "embed", lambda: ops.embed(tokens, head, out=out), 0.0, 6.0 * T * s.D
 
 
-def measure(peak: float, stream: float) -> Iterator[Timing]:
+def measure(peak: float) -> Iterator[Timing]:
     """Every operation at 1, 16 and 256 rows, then whole steps."""
+    buffer = torch.ones(ROTATED_BYTES // 4)
     for shape in SHAPES:
         for T in (1, 16, 256):
             for op, call, flops, moved in cases(shape, T):
+                # The stream at this very time: neighbours on the machine halve it for minutes.
+                before = stream_gbps(buffer, 0.05)
                 us = best_us(call)
+                stream = max(before, stream_gbps(buffer, 0.05))
                 floor_us = max(flops / peak, moved / stream) / 1e3
                 yield Timing(shape.name, T, op, us, flops / us / 1e3, moved / us / 1e3, floor_us / us)
         layers = Layers(shape)
@@ -267,23 +317,28 @@ def measure(peak: float, stream: float) -> Iterator[Timing]:
             us = best_us(layers.step(T, prefill=prefill), 0.5)
             name = f"STEP {'prefill' if prefill else 'decode'}, {shape.L} layers + head: {T / us * 1e6:.0f} tok/s"
             yield Timing(shape.name, T, name, us, float("nan"), float("nan"), float("nan"))
+            fused = None if prefill else layers.fused_step(T)
+            if fused is not None:
+                us = best_us(fused, 0.5)
+                name = f"STEP decode by segments: {T / us * 1e6:.0f} tok/s"
+                yield Timing(shape.name, T, name, us, float("nan"), float("nan"), float("nan"))
 
 
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    peak, stream = peak_gflops(), stream_gbps()
+    peak, stream = peak_gflops(), stream_gbps(torch.ones(ROTATED_BYTES // 4), 1.0)
     said = backends.describe()
     machine = {"backend": said["backend"], "isa": said["isa"], "peak_gflops": peak, "stream_gbps": stream}
     if "--json" in arguments:
-        print(json.dumps({**machine, "timings": [asdict(timing) for timing in measure(peak, stream)]}))
+        print(json.dumps({**machine, "timings": [asdict(timing) for timing in measure(peak)]}))
         return
     print(
         f"{said['backend']} {said['isa'] or ''}, one thread; "
         f"peak {peak:.0f} GFLOP/s, stream {stream:.1f} GB/s; bfloat16 weights"
     )
     print(f"{'shape':7} {'T':>4} {'us':>9} {'GFLOP/s':>8} {'GB/s':>6} {'floor':>6}  op")
-    for t in measure(peak, stream):
+    for t in measure(peak):
         print(
             f"{t.shape:7} {t.T:4} {t.us:9.1f} {t.gflops:8.1f} {t.gbps:6.1f} {t.of_floor:6.2f}  {t.op}",
             flush=True,

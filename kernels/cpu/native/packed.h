@@ -1,6 +1,11 @@
 // Packed weights in memory of their own: the only copy. Knows nothing of Python and nothing of instruction sets.
 #pragma once
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -13,10 +18,35 @@
 namespace edge {
 
 struct Free {
-    void operator()(char* p) const { std::free(p); }
+    size_t mapped = 0;  // bytes, if they came from the system and not from the allocator
+    void operator()(char* p) const {
+#if defined(__linux__)
+        if (mapped > 0) {
+            munmap(p, mapped);
+            return;
+        }
+#endif
+        std::free(p);
+    }
 };
 
+// Large ones on huge pages: a step reads all weights once, and walks of the page table are a good part of that. They begin
+// on a whole huge page and end where they end, so that no byte more is resident.
 inline std::unique_ptr<char, Free> aligned_bytes(size_t bytes) {
+#if defined(__linux__)
+    constexpr size_t HUGE_PAGE = size_t(2) << 20, PAGE = 4096;
+    if (bytes >= HUGE_PAGE) {
+        const size_t size = (bytes + PAGE - 1) / PAGE * PAGE, reserved = size + HUGE_PAGE;
+        void* found = mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (found == MAP_FAILED) throw std::bad_alloc();
+        char* const base = static_cast<char*>(found);
+        const size_t before = (HUGE_PAGE - reinterpret_cast<uintptr_t>(base) % HUGE_PAGE) % HUGE_PAGE;
+        if (before > 0) munmap(base, before);
+        munmap(base + before + size, HUGE_PAGE - before);
+        madvise(base + before, size / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
+        return std::unique_ptr<char, Free>(base + before, Free{size});
+    }
+#endif
     void* p = nullptr;
     if (posix_memalign(&p, 64, bytes ? bytes : 64) != 0) throw std::bad_alloc();
     return std::unique_ptr<char, Free>(static_cast<char*>(p));
