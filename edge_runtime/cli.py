@@ -214,17 +214,17 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     keys = _keys(cluster, "coordinator")
     _shape_links(shape, cluster, "coordinator")
     from edge_runtime.coordinator.daemon import CoordinatorDaemon
+    from edge_runtime.coordinator.deploy import plan_for
     from edge_runtime.launch import COORDINATOR, recorded
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.footprint import footprint
-    from topology.placement import plan_placement
 
     checkpoint = Checkpoint.open(cluster.model)
     parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
     daemon = CoordinatorDaemon(
         cluster,
         parts,
-        plan_placement(cluster, parts),
+        plan_for(cluster, parts, cluster.node_names),
         model_hash=checkpoint.model_hash,
         keys=keys,
         clock=SystemClock(),

@@ -307,13 +307,12 @@ class CoordinatorDaemon:
         if submit.sampling.get("seed") is None:  # drawn here, so that another home would draw the same tokens
             seed = secrets.randbits(SEED_BITS)
             submit = msgspec.structs.replace(submit, sampling={**submit.sampling, "seed": seed})
-        home = None if refused else self._choose_home()
-        if refused is None and home is None:
+        home = "" if refused else self._choose_home() or ""
+        if refused is None and not home:
             detail = f"no node can answer now: waiting for {self._state.waiting_for()}"
             refused = Refused("not_ready", detail, RETRY_S, request_id)
-        if refused is None and home is not None:
-            refused = self._send_to(home, submit)
-        if refused is not None or home is None:
+        refused = refused or self._send_to(home, submit)
+        if refused is not None:
             self._outbox.send(peer, refused, call_id)
             return
         self._streams.open(submit, peer, home)

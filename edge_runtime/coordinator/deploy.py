@@ -31,18 +31,30 @@ class Plan(NamedTuple):
 
 
 def plan_for(
-    cluster: Cluster, footprint: ModelFootprint, present: Collection[str], previous: Placement, epoch: int
+    cluster: Cluster,
+    footprint: ModelFootprint,
+    present: Collection[str],
+    previous: Placement | None = None,
+    epoch: int = 1,
 ) -> Placement:
     """Place the model on the nodes of the file that are present, moving as little as may be.
 
-    Raises PlacementError if they cannot hold it.
+    Raises PlacementError if they cannot hold it, TopologyError for a placement that cannot be carried out yet.
     """
     there = replace(
         cluster,
         nodes=tuple(node for node in cluster.nodes if node.name in present),
         pins=tuple(pin for pin in cluster.pins if pin.node in present),
     )
-    return plan_placement(there, footprint, epoch=epoch, previous=previous)
+    placement = plan_placement(there, footprint, epoch=epoch, previous=previous)
+    for share in placement.nodes:
+        if 0 < share.last_layer - share.first_layer < footprint.num_layers:
+            raise TopologyError(
+                f"{cluster.source}, [cluster] plan: {cluster.plan} gives {share.node} layers {share.first_layer} to "
+                f"{share.last_layer - 1} of {footprint.num_layers}, which cannot be carried out yet; "
+                'write plan = "home"'
+            )
+    return placement
 
 
 def refuse_unchangeable(running: Cluster, wanted: Cluster) -> None:

@@ -17,7 +17,8 @@ from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import Account, ServedWeight, joined_accounts
 from edge_runtime.engine.plan import StepPlan
 from edge_runtime.engine.request_table import RequestTable, StepRows
-from edge_runtime.model.decoder import AttentionBatch, Decoder
+from edge_runtime.model.attention import AttentionBatch
+from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.moe import ExpertPort
 
 

@@ -150,9 +150,9 @@ class PlacedExperts:
         if self._is_local[layer]:
             self._served_by = None
             began = self._clock.now()
-            missing = self._local.run(layer, x, expert_ids, out, beside)
+            absent = self._local.run(layer, x, expert_ids, out, beside)
             self.times.local += self._clock.now() - began
-            return missing
+            return absent
         deadline = self._clock.now() + self._deadline_s
         self._served_by = self._table_numpy[layer][expert_ids.numpy()]
         served_by = self._served_by.reshape(-1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from edge_runtime.engine.engine import Ended, Output
 from edge_runtime.engine.request import FinishReason, Request, check_params, check_prompt, read_params
 from edge_runtime.errors import RequestError
+from edge_runtime.model import sampling
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.answers import AnswerStream
 from edge_runtime.protocol import Failed, Finished, Generate, Timing, TokenLogprobs, Tokens
@@ -71,25 +72,24 @@ class HomeRequest:
             text = self.stream.push(output.token_id)
             self.stopped = self.stream.stopped
             abort = self.stopped and output.ended is None
-            messages.append(self._tokens(index, output, text))
+            messages.append(self._tokens(index, output.token_id, output.logprobs, text))
         if output.ended is not None:
             messages += self._end(output.ended)
         return messages, abort
 
-    def _tokens(self, index: int, output: Output, text: str) -> Tokens:
+    def _tokens(self, index: int, token_id: int, detail: sampling.TokenLogprobs | None, text: str) -> Tokens:
         logprobs = None
-        if output.logprobs is not None:
-            detail = output.logprobs
+        if detail is not None:
             top = list(zip(detail.top_ids, detail.top_logprobs, strict=True))
-            logprobs = [TokenLogprobs(output.token_id, detail.logprob, top)]
-        return Tokens(self.request.request_id, index, [output.token_id], text, logprobs)
+            logprobs = [TokenLogprobs(token_id, detail.logprob, top)]
+        return Tokens(self.request.request_id, index, [token_id], text, logprobs)
 
     def _end(self, ended: Ended) -> list[Tokens | Finished | Failed]:
         request_id = self.request.request_id
         if ended.finish_reason == "error":
-            kind = "user" if ended.is_users_fault else "cluster"
-            reason = "request" if ended.is_users_fault else "experts"
-            return [Failed(request_id, kind, reason, ended.detail, node=self.node)]
+            if ended.is_users_fault:
+                return [Failed(request_id, "user", "request", ended.detail, node=self.node)]
+            return [Failed(request_id, "cluster", "experts", ended.detail, node=self.node)]
         messages: list[Tokens | Finished | Failed] = []
         rest = "" if self.stopped else self.stream.finish()
         if rest:
@@ -110,7 +110,7 @@ class HomeRequest:
                         "expert_slots": slots,
                         "share": round(slots / weight, 6),
                     }
-                    for name, slots in ({self.node: 0} | ended.slots).items()
+                    for name, slots in ({self.node: 0} | dict(ended.slots)).items()
                 },
                 bill=dict(ended.bill),
             )

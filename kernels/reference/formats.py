@@ -3,7 +3,7 @@
 Quantising goes by blocks of rows, so that no float32 copy of a weight is ever whole.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Codes(NamedTuple):
         return torch.Size((len(self.values), self.num_inputs))
 
 
-Weight = Tensor | MXFP4
+Weight: TypeAlias = Tensor | MXFP4
 """What a checkpoint gives."""
 
 

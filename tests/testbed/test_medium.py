@@ -61,5 +61,5 @@ def test_the_medium_model_has_1_3_billion_parameters_in_shards_of_a_gigabyte():
 def test_the_tokenizer_gives_ids_below_the_vocabulary_and_the_text_back(tmp_path):
     write_tokenizer(tmp_path, TINY, num_bytes=20_000)
     (tmp_path / "config.json").write_text(json.dumps(TINY.config()))
-    ids = Tokenizer.open(tmp_path).encode("def f(x): return 2 * x  # Größe")
+    ids = Tokenizer.open(tmp_path).encode("def f(x): return 2 * x  # Gr\u00f6\u00dfe")
     assert ids and max(ids) < TINY.V
