@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from topology import costs
 from topology.cluster import DECODE, EXPERTS, Cluster, Node
 from topology.costs import ModelFootprint
+from topology.layout import kv_floor_blocks
 from topology.node_plan import GroupPlan, Stage
 from topology.speeds import Machines
 from topology.spread import fill_up
@@ -36,12 +37,15 @@ FRACTIONS = 16  # into how many steps the local share of a stage's experts is cu
 class Estimate:
     """Rooms and times of one cluster and model, worked out once for all plans."""
 
-    def __init__(self, cluster: Cluster, footprint: ModelFootprint, machines: Machines) -> None:
+    def __init__(
+        self, cluster: Cluster, footprint: ModelFootprint, machines: Machines, kv_floor_tokens: int = 0
+    ) -> None:
         self.cluster, self.footprint, self.machines = cluster, footprint, machines
         self.nodes: Mapping[str, Node] = {node.name: node for node in cluster.nodes}
         self.moe = list(footprint.moe_layers)
         self._least = costs.kv_blocks(footprint, costs.context_limit(cluster, footprint))
         self._wanted = max(costs.kv_blocks(footprint, cluster.kv_tokens), self._least)
+        self._floor = kv_floor_blocks(cluster, footprint, kv_floor_tokens)
         # Prefix sums over layers: the search asks for the room of every range of layers of every node.
         self._layer_sums = _sums(footprint.layer_bytes)
         self._kv_sums = _sums(footprint.kv_bytes_per_token)
@@ -78,15 +82,14 @@ class Estimate:
     def coverage(self, node: str, first: int, last: int) -> float:
         """Share of the experts of its layers that a stage can hold, 0 to 1; negative if the trunk does not fit.
 
-        All of them may cost KV down to one context, as a layout would have it; a part is what the wanted KV leaves.
+        All of them may cost KV down to the floor, as a layout would have it; a part is what the wanted KV leaves.
         """
-        least = self.room(node, first, last, blocks=self._least)
-        if least < 0:
+        if self.room(node, first, last, blocks=self._least) < 0:
             return -1.0
         wanted = self.wanted_bytes(node, first, last)
         if EXPERTS not in self.nodes[node].roles:
             return 0.0 if wanted else 1.0
-        if least >= wanted:
+        if self.room(node, first, last, blocks=self._floor) >= wanted:
             return 1.0
         return max(0.0, self.room(node, first, last, blocks=self._wanted) / wanted)
 

@@ -22,6 +22,13 @@ from topology.units import format_bytes_rounded
 KEEP_KV = 1.5  # an earlier KV pool stays unless there is room for so many times its blocks
 
 
+def kv_floor_blocks(cluster: Cluster, footprint: ModelFootprint, num_tokens: int) -> int:
+    """Blocks for so many tokens, but for one context at least and for `kv_tokens` at most."""
+    least = costs.kv_blocks(footprint, costs.context_limit(cluster, footprint))
+    wanted = max(costs.kv_blocks(footprint, cluster.kv_tokens), least)
+    return min(max(costs.kv_blocks(footprint, num_tokens), least), wanted)
+
+
 def every_home(cluster: Cluster, footprint: ModelFootprint) -> tuple[GroupPlan, ...]:
     """The plan `home`: each decode node runs all layers for requests of its own."""
     return tuple(
@@ -42,6 +49,7 @@ def lay_out(
     speeds: Mapping[str, NodeSpeed] | None = None,
     pins: Mapping[ExpertId, str] | None = None,
     previous: Placement | None = None,
+    kv_floor_tokens: int = 0,
 ) -> Placement:
     """Place a model on a cluster, or raise `PlacementError` with the bytes that are needed and available.
 
@@ -52,6 +60,8 @@ def lay_out(
     speeds    measured; memory bandwidth counts beside room. Else the file's, else all are alike
     pins      beside those of the file
     previous  what lies right in it stays; see `keep.py`
+    kv_floor_tokens  with groups given, how far KV may shrink so that a home holds all experts of its layers; at least
+              one context, at most `kv_tokens`
 
     1. Nodes of a group hold the trunk of their layers, nodes with the role prefill alone all of it. They and expert
        hosts hold workspace. Every process has its reserve.
@@ -66,7 +76,7 @@ def lay_out(
 
     With experts of different sizes the packing is greedy, largest first, and may refuse what a search could fit.
     """
-    desk = _Desk(cluster, footprint, groups, hosts, speeds, pins, previous)
+    desk = _Desk(cluster, footprint, groups, hosts, speeds, pins, previous, kv_floor_tokens)
     desk.refuse_small_nodes()
     plans, shelves = desk.place_first_copies()
     experts = footprint.experts()
@@ -124,8 +134,10 @@ class _Desk:
         speeds: Mapping[str, NodeSpeed] | None,
         pins: Mapping[ExpertId, str] | None,
         previous: Placement | None,
+        kv_floor_tokens: int,
     ) -> None:
         self.cluster, self.footprint = cluster, footprint
+        self.floor_blocks = kv_floor_blocks(cluster, footprint, kv_floor_tokens)
         self.before = {plan.node: plan for plan in previous.nodes} if previous else {}
         self.home_first = groups is not None
         self.groups = every_home(cluster, footprint) if groups is None else tuple(groups)
@@ -286,7 +298,7 @@ class _Desk:
         ):  # all experts of its layers before more KV than one context
             sizes = self.footprint.expert_bytes[node.weight_format][first:last]
             beside_all = plan.free_bytes - sum(sizes) * self.footprint.experts_per_layer
-            if beside_all // block_bytes >= self._least_blocks():
+            if beside_all // block_bytes >= self.floor_blocks:
                 blocks = min(blocks, beside_all // block_bytes)
         return self._with_blocks(plan, min(blocks, most_blocks) if node.hosts_experts else blocks)
 

@@ -3,7 +3,8 @@
 Plans are enumerated (every decode node a home; one home; a node that holds everything; 2 to n stages, each with
 remote experts where its own room ends; several such groups), estimated as a fluid, and the few best laid out expert by
 expert and predicted exactly. What is predicted to be fastest wins, so it is never slower than the best machine that
-holds the model alone. Deterministic; knows nothing of who is alive: pass a cluster of the nodes that are.
+holds the model alone, with KV for the workload beside it. Deterministic; knows nothing of who is alive: pass a cluster
+of the nodes that are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,6 +120,7 @@ def choose_plan(
             speeds=speeds,
             pins=pins,
             previous=previous,
+            kv_floor_tokens=workload.kv_tokens,
         )
         clock = PlacementClock(footprint, machines, placement, demand=demand)
 
@@ -232,7 +234,7 @@ class _Search:
         self, cluster: Cluster, footprint: ModelFootprint, machines: Machines, workload: Workload
     ) -> None:
         self.cluster, self.footprint, self.machines, self.workload = cluster, footprint, machines, workload
-        self.estimate = Estimate(cluster, footprint, machines)
+        self.estimate = Estimate(cluster, footprint, machines, workload.kv_tokens)
         self.all_hosts = frozenset(node.name for node in cluster.nodes if EXPERTS in node.roles)
         self.decode = [node.name for node in cluster.nodes if DECODE in node.roles]
 

@@ -23,6 +23,11 @@ class Workload:
     context_tokens: float = DEFAULT_CONTEXT_TOKENS
     """Tokens of KV that a row attends to, on average."""
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV that its most requests take at once."""
+        return int(max(requests for requests, _ in self.batches) * self.context_tokens)
+
     def seconds(self, predict: Predict, groups: Sequence[GroupPlan]) -> float:
         """What groups take, weighed over the batches; less is better, infinite if no group can serve.
 

@@ -104,7 +104,7 @@ def test_the_choice_is_near_the_best_of_all_plans() -> None:
 
 
 def solo_seconds(built: Cluster, footprint: ModelFootprint, workload: Workload) -> float:
-    """Of the best machine that holds everything alone."""
+    """Of the best machine that holds everything alone, and the KV of the workload beside it."""
     best = float("inf")
     for found in built.nodes:
         if "decode" not in found.roles:
@@ -234,6 +234,22 @@ def test_a_node_twenty_times_slower_is_left_out_with_figures() -> None:
     assert (
         "hosts no experts: a token would take" in home.left_out["snail"] and " ms " in home.left_out["snail"]
     )
+
+
+def test_kv_for_the_workload_is_not_given_up_for_experts() -> None:
+    empty = cluster(rtt_s=0.005, kv_tokens=8192)
+    spare = 4096 * sum(
+        DEMO.kv_bytes_per_token
+    )  # the first node holds everything beside half of the KV it wants
+    nodes = (
+        node("a", needed_bytes(empty, DEMO, 0, 6) - spare),
+        node("b", needed_bytes(empty, DEMO, 0, 6, 0.9)),
+    )
+    built = replace(empty, nodes=nodes)
+    one = choose_plan(built, DEMO, workload=ALONE)
+    assert one.kind == SOLO and one.placement.plan_of("a").kv_blocks == 4096 // 16
+    many = choose_plan(built, DEMO, workload=Workload(batches=((32, 1.0),)))
+    assert all(plan.kv_blocks == 8192 // 16 for plan in many.placement.nodes if plan.layers)
 
 
 def test_plan_words_of_the_file_limit_the_choice() -> None:
