@@ -125,7 +125,7 @@ def _check_weight(name: str, weight: Weight, like: Weight, shape: Sequence[int |
     )
     if isinstance(weight, MXFP4):
         _check_mxfp4(name, weight)
-    if isinstance(weight, MXFP4) or isinstance(like, MXFP4):
+    if not isinstance(weight, Tensor) or not isinstance(like, Tensor):
         if type(weight) is not type(like) or not fits:
             wanted = ", ".join(str(size) for size in shape)
             found = f"{type(weight).__name__} {list(weight.shape)}"

@@ -1,7 +1,8 @@
-"""Time every kernel on one thread beside what the machine could do at best: `python -m kernels.tuning [--json]`.
+"""Time every kernel on one thread beside what the machine could do at best: `python -m kernels.tuning [--cold] [--json]`.
 
 A benchmark, not a test. Weights rotate through more memory than the second-level cache holds, as they do in a model.
-Knows shapes only, no model.
+`--cold` measures one thing instead: how fast one row reads weights in each format when over a GiB of them lies in no
+cache, by the thread's own time, which neighbours disturb less. Knows shapes only, no model.
 """
 
 import json
@@ -9,16 +10,20 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import cycle
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import backends, ops
+from kernels.packing import FORMATS, packed_expert_bytes, packed_linear_bytes
+from kernels.reference.formats import encode
 from kernels.segments import AttentionParts, AttentionSegment, bind_attention_segment
 
 ROTATED_BYTES = 64 << 20
+COLD_BYTES = 1100 << 20
+QUANTISED = FORMATS[FORMATS.index("int8") :]
 EPS = 1e-6
 
 
@@ -61,15 +66,17 @@ class Timing:
     """The larger of arithmetic at peak and bytes at the stream's speed just then, over the time taken: 1 is the floor."""
 
 
-def best_us(call: Callable[[], object], budget_s: float = 0.15) -> float:
+def best_us(
+    call: Callable[[], object], budget_s: float = 0.15, clock: Callable[[], float] = perf_counter
+) -> float:
     """Least time of a call in microseconds: other work on the machine only ever adds."""
     call()
     taken: list[float] = []
-    end = perf_counter() + budget_s
-    while perf_counter() < end or len(taken) < 5:
-        start = perf_counter()
+    end = clock() + budget_s
+    while clock() < end or len(taken) < 5:
+        start = clock()
         call()
-        taken.append(perf_counter() - start)
+        taken.append(clock() - start)
     return min(taken) * 1e6
 
 
@@ -83,22 +90,23 @@ def peak_gflops() -> float:
     return turns * 512 * 2 / best_us(lambda: _native.fma_turns(turns)) / 1e3
 
 
-def stream_gbps(buffer: Tensor, budget_s: float) -> float:
-    """Bytes per second that one core reads from memory. buffer [ROTATED_BYTES / 4] float32."""
-    return ROTATED_BYTES / best_us(lambda: torch.dot(buffer, buffer), budget_s) / 1e3
+def stream_gbps(buffer: Tensor, budget_s: float, clock: Callable[[], float] = perf_counter) -> float:
+    """Bytes per second that one core reads from memory. buffer float32 [any]."""
+    return buffer.nbytes / best_us(lambda: torch.dot(buffer, buffer), budget_s, clock) / 1e3
 
 
-def weights(N: int, K: int) -> Iterator[ops.LinearWeight]:
-    """Equal weights one after another, more than the cache holds."""
-    plain = torch.randn(N, K).mul_(K**-0.5).bfloat16()
-    copies = max(1, min(64, ROTATED_BYTES // (plain.nbytes or 1)))
+def weights(N: int, K: int, format: str = "bfloat16", num_bytes: int = 0) -> Iterator[ops.LinearWeight]:
+    """Equal weights one after another, more than the cache holds, or num_bytes of them."""
+    plain = encode(torch.randn(N, K).mul_(K**-0.5), format)
+    one = packed_linear_bytes(N, K, format) or 1
+    copies = -(-num_bytes // one) if num_bytes else max(1, min(64, ROTATED_BYTES // one))
     return cycle([ops.pack_linear(plain) for _ in range(copies)])
 
 
-def expert_bank(shape: Shape) -> ops.ExpertBank:
+def expert_bank(shape: Shape, format: str = "bfloat16") -> ops.ExpertBank:
     bank = ops.ExpertBank(shape.E, shape.D, shape.F)
-    gate, up = (torch.randn(shape.F, shape.D).mul_(shape.D**-0.5).bfloat16() for _ in range(2))
-    down = torch.randn(shape.D, shape.F).mul_(shape.F**-0.5).bfloat16()
+    gate, up = (encode(torch.randn(shape.F, shape.D).mul_(shape.D**-0.5), format) for _ in range(2))
+    down = encode(torch.randn(shape.D, shape.F).mul_(shape.F**-0.5), format)
     for expert_id in range(shape.E):
         bank.set(expert_id, ops.pack_expert(gate, up, down))
     return bank
@@ -260,6 +268,22 @@ def cases(s: Shape, T: int) -> Iterator[tuple[str, Callable[[], object], float, 
         6.0 * T * s.K * s.D * s.F,
         6.0 * s.D * s.F * len(ids.unique()) + 4.0 * T * s.D * (1 + s.K),
     )
+    for format in QUANTISED:
+        name, N, K = "qkv", (s.H + 2 * s.G) * s.P, s.D
+        ring, result = weights(N, K, format), torch.empty(T, N)
+        yield (
+            f"linear {name} {N}x{K} {format}",
+            lambda ring=ring, result=result: ops.linear(x, next(ring), out=result),
+            2.0 * T * N * K,
+            packed_linear_bytes(N, K, format) + 4.0 * T * (N + K),
+        )
+        bank = expert_bank(s, format)
+        yield (
+            f"grouped_ffn {s.E} top-{s.K} {s.D}x{s.F} {format}",
+            lambda bank=bank: ops.grouped_ffn(x, rows, ids, bank, out=expert_out),
+            6.0 * T * s.K * s.D * s.F,
+            packed_expert_bytes(s.D, s.F, format) * len(ids.unique()) + 4.0 * T * s.D * (1 + s.K),
+        )
     at = step_rows(s, T, prefill=T > 16)
     blocks, seen = at.tables.numel(), float((at.positions + 1).sum())
     k_pages, v_pages = torch.randn(blocks, s.G, s.P, 16), torch.randn(blocks, s.G, 16, s.P)
@@ -324,9 +348,36 @@ def measure(peak: float) -> Iterator[Timing]:
                 yield Timing(shape.name, T, name, us, float("nan"), float("nan"), float("nan"))
 
 
+def cold() -> Iterator[tuple[str, str, float, float]]:
+    """(format, weight, GB/s of one row, GB/s of the stream beside it) for weights that no cache holds."""
+    buffer = torch.ones(COLD_BYTES // 4)
+    for format in FORMATS:
+        for name, N, K in (
+            ("medium qkv", 2048, 1024),
+            ("medium head", 32768, 1024),
+            ("Mixtral gate", 14336, 4096),
+            ("Mixtral down", 4096, 14336),
+        ):
+            one, ring = packed_linear_bytes(N, K, format), weights(N, K, format, COLD_BYTES)
+            copies, x, out = -(-COLD_BYTES // one), torch.randn(1, K), torch.empty(1, N)
+
+            def sweep(ring=ring, copies=copies, x=x, out=out) -> None:  # noqa: ANN001
+                for _ in range(copies):
+                    ops.linear(x, next(ring), out=out)
+
+            before = stream_gbps(buffer, 1.0, thread_time)
+            reached = one * copies / best_us(sweep, 1.0, thread_time) / 1e3
+            yield format, f"{name} {N}x{K}", reached, max(before, stream_gbps(buffer, 1.0, thread_time))
+
+
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if "--cold" in arguments:
+        for format, name, reached, stream in cold():
+            share = f"{reached / stream:.2f} of a stream of {stream:.1f}"
+            print(f"{format:9} {name:24} {reached:6.1f} GB/s, {share}", flush=True)
+        return
     peak, stream = peak_gflops(), stream_gbps(torch.ones(ROTATED_BYTES // 4), 1.0)
     said = backends.describe()
     machine = {"backend": said["backend"], "isa": said["isa"], "peak_gflops": peak, "stream_gbps": stream}
@@ -335,7 +386,7 @@ def main(arguments: list[str]) -> None:
         return
     print(
         f"{said['backend']} {said['isa'] or ''}, one thread; "
-        f"peak {peak:.0f} GFLOP/s, stream {stream:.1f} GB/s; bfloat16 weights"
+        f"peak {peak:.0f} GFLOP/s, stream {stream:.1f} GB/s; bfloat16 weights unless said"
     )
     print(f"{'shape':7} {'T':>4} {'us':>9} {'GFLOP/s':>8} {'GB/s':>6} {'floor':>6}  op")
     for t in measure(peak):

@@ -46,14 +46,16 @@ class Codes(NamedTuple):
         return torch.Size((len(self.values), self.num_inputs))
 
 
-Weight: TypeAlias = Tensor | MXFP4
-"""What a checkpoint gives."""
+Weight: TypeAlias = Tensor | MXFP4 | Codes
+"""What is packed: a checkpoint's tensor, MXFP4 as it holds it, or what `encode` gave."""
 
 
 def stored_format(weight: Weight) -> str:
     """The format a checkpoint's weight is in; a ValueError if none of ours."""
     if isinstance(weight, MXFP4):
         return "mxfp4"
+    if isinstance(weight, Codes):
+        return weight.format
     name = str(weight.dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
         raise ValueError(f"found {name}, expected one of {', '.join(ITEM_BYTES)}")
@@ -66,6 +68,10 @@ def encode(weight: Weight, format: str) -> Tensor | Codes:
         if format == "mxfp4":
             return Codes(format, weight.blocks.contiguous(), weight.scales.contiguous(), weight.shape[1])
         weight = mxfp4.unpack(*weight)
+    if isinstance(weight, Codes):
+        if format == weight.format:
+            return weight
+        weight = decode(weight)
     weight = weight.detach()
     if format in ITEM_BYTES:
         return weight.to(getattr(torch, format)).contiguous()

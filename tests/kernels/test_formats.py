@@ -132,6 +132,14 @@ def test_values_that_a_format_holds_come_back_exactly(backend, random, format):
 
 
 @pytest.mark.parametrize("format", QUANTISED)
+def test_what_was_encoded_before_is_packed_as_it_is(backend, random, format):
+    codes = encode(random(40, 96), format)
+    assert ops.pack_linear(codes).format == format
+    assert torch.equal(plain(ops.pack_linear(codes), 40), decode(codes))
+    assert torch.equal(plain(ops.pack_linear(codes, format="float32"), 40), decode(codes))
+
+
+@pytest.mark.parametrize("format", QUANTISED)
 def test_zeros_stay_zeros(backend, format):
     weight = torch.zeros(20, 64)
     weight[3, 40] = 2.0
