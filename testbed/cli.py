@@ -1,6 +1,7 @@
 """The testbed's commands: `edge-runtime bench` and `edge-runtime testbed`. Heavy imports are inside."""
 
 import json
+import signal
 from pathlib import Path
 
 import click
