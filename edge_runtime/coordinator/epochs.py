@@ -13,7 +13,7 @@ from edge_runtime.coordinator import redeploy
 from edge_runtime.coordinator import state as states
 from edge_runtime.coordinator.deploy import Plan, experts_without_host, plan_for
 from edge_runtime.errors import Refusal
-from topology.cluster import Cluster
+from topology.cluster import DECODE, Cluster
 from topology.costs import ModelFootprint
 from topology.errors import TopologyError
 from topology.placement import Placement
@@ -153,6 +153,7 @@ class Epochs:
             match command:
                 case states.SendShare(name):
                     commands += [command, *(SendDeploy(name, epoch) for epoch in self._epochs_of(name))]
+                    announces |= self.state.nodes[name].phase == "loading"  # what it is to hold is on its way
                 case states.AnnounceAlive():
                     announces = True
                 case _:
@@ -248,11 +249,16 @@ class Epochs:
         return self.change is not None and epoch == self.change.epoch and self.change.phase == "loading"
 
     def _epochs_of(self, name: str) -> list[int]:
-        """The placements in which a node has a share, the one that counts first."""
-        epochs = sorted(self.plans, key=lambda epoch: epoch != self.active)
-        return [epoch for epoch in epochs if self.plans[epoch].holds(name)]
+        """Where a node has a share: in the placement that counts, and in the one that is being loaded."""
+        change = self.change
+        coming = [change.epoch] if change is not None and change.phase == "loading" else []
+        return [epoch for epoch in (self.active, *coming) if self.plans[epoch].holds(name)]
 
     def _placed(self, cluster: Cluster, names: list[str]) -> Placement:
+        if not any(DECODE in node.roles for node in cluster.nodes if node.name in names):
+            raise TopologyError(
+                f"no node is left that may answer requests; {', '.join(names) or 'nobody'} is there"
+            )
         return plan_for(cluster, self._footprint, names, self.placement, self._newest + 1)
 
     def _begin(
@@ -309,10 +315,10 @@ class Epochs:
         self.outcomes.append(outcome)
 
     def _release(self, epoch: int) -> list[Command]:
+        """Nodes that are lost are told too: one that is only frozen will hear it."""
         del self.plans[epoch]
-        return [
-            SendRelease(record.name, epoch) for record in self.state.nodes.values() if record.phase in HERE
-        ]
+        records = self.state.nodes.values()
+        return [SendRelease(r.name, epoch) for r in records if r.phase in (*HERE, "lost", "failed")]
 
     def _activate(self, change: redeploy.Change, epoch: int, now: float) -> list[Command]:
         self.active = epoch

@@ -130,7 +130,8 @@ class NodeDaemon:
                 self._waker.clear()
                 self._take_events()
                 self._take_messages()
-                self._keep_contact()
+                if not self._stopping:
+                    self._keep_contact()
                 self._raise_faults()
         except BaseException:
             self._shut_down("ended on a fault of its own, which its log shows,")
@@ -227,8 +228,14 @@ class NodeDaemon:
             case Deploy():
                 self._deploy(message)
             case Activate(epoch=epoch):
+                before = self._active
                 self._activate(epoch, then=lambda: self._send(Activated(epoch)))
+                for other in set(self._shares) - {before, epoch}:  # of a change that was called off unheard
+                    self._release(other)
             case Release(epoch=epoch):
+                if epoch == self._active:  # we were lost meanwhile, and the others went on without us
+                    self._stop_engine("has no part in the placement any more")
+                    self._active = 0
                 self._release(epoch)
             case PeersChanged():
                 self._peers_changed(message)
