@@ -153,7 +153,8 @@ class Epochs:
             match command:
                 case states.SendShare(name):
                     commands += [command, *(SendDeploy(name, epoch) for epoch in self._epochs_of(name))]
-                    announces |= self.state.nodes[name].phase == "loading"  # what it is to hold is on its way
+                    # What nobody holds now is on its way.
+                    announces |= bool(experts_without_host(self.placement, set(self.state.alive)))
                 case states.AnnounceAlive():
                     announces = True
                 case _:
