@@ -118,6 +118,8 @@ def solo_seconds(built: Cluster, footprint: ModelFootprint, workload: Workload) 
             )
         except PlacementError:
             continue
+        if placement.plan_of(found.name).kv_blocks * 16 < min(workload.kv_tokens, built.kv_tokens):
+            continue  # it fits only with less KV than the workload takes
         clock = PlacementClock(footprint, machines_of(built), placement)
         best = min(
             best, workload.seconds(lambda group, batch, c=clock: c.predict(group, batch), placement.groups)
