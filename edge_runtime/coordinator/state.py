@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from edge_runtime.protocol import NodeReport
-from edge_runtime.transport.heartbeat import BeatRule, Beats, beat_rule, heard, liveness, looked
+from edge_runtime.transport.heartbeat import BeatRule, Beats, beat_rule, given_up, heard, liveness
 
 MAX_FAULT_CHARS = 1000  # of a node's own words: they travel on in messages of limited size
 
@@ -367,7 +367,6 @@ def _tick(state: ClusterState, now: float) -> tuple[ClusterState, list[Command]]
         silence = now - record.last_heard_s
         found = liveness(record.beats, now, state.rule)
         if found == "lost":
-            state = _replace(state, record.name, beats=looked(record.beats, now, state.rule))
             state, more = _gone(state, record.name, "lost", f"not heard from for {silence:.1f} s")
             commands += more
         elif found == "suspect" and record.phase == "ready":
@@ -384,7 +383,8 @@ def _gone(state: ClusterState, name: str, phase: Phase, reason: str) -> tuple[Cl
     if known.serves:
         word = "left" if phase == "left" else "was lost"
         commands.append(MoveRequests(name, f"node {name} {word} ({reason}) while it was answering"))
-    return _replace(state, name, phase=phase, fault=reason), commands
+    beats = given_up(known.beats) if phase == "lost" else known.beats
+    return _replace(state, name, phase=phase, beats=beats, fault=reason), commands
 
 
 def _replace(state: ClusterState, name: str, **changes: object) -> ClusterState:

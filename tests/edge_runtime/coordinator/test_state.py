@@ -21,6 +21,7 @@ from edge_runtime.coordinator.state import (
     SendShare,
     ShareLoaded,
     Tick,
+    Unreachable,
     apply,
     initial_state,
 )
@@ -272,6 +273,15 @@ def test_a_node_that_was_cut_off_is_greeted_at_once_and_served_with_the_third_si
     [greet] = cluster.give(Joined("n1", b"new", "i-n1", 7))
     assert isinstance(greet, Greet)
     assert cluster.state.nodes["n1"].peer == b"new" and cluster.phase() == "lost"
+    assert beat_all(cluster) == []
+    assert shared(beat_all(cluster), "n1")
+
+
+def test_a_node_whose_connection_ended_is_on_probation_before_its_silence_shows(cluster):
+    cluster.give(Unreachable("n1"))
+    assert cluster.phase() == "lost"
+    [greet] = cluster.give(Joined("n1", b"new", "i-n1", 7))
+    assert isinstance(greet, Greet)
     assert beat_all(cluster) == []
     assert shared(beat_all(cluster), "n1")
 
