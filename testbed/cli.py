@@ -106,6 +106,7 @@ def chaos(topology: Path, seed: int, requests: int, streams: int, as_json: bool)
 
     if requests < 1 or streams < 1:
         raise click.BadParameter("requests and streams are at least 1")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started would stay
     prompts = [
         json.loads(line)["prompt"]
         for line in (HERE / "prompts" / "domains.jsonl").read_text(encoding="utf-8").splitlines()

@@ -117,7 +117,9 @@ class World:
                 self.activated.append(epoch)
                 self.post(self.peer_of(name), ("activate", epoch))
             case SendRelease(name, epoch):
-                self.post(self.peer_of(name), ("release", epoch, self.epochs.state.nodes[name].serves))
+                record = self.epochs.state.nodes.get(name)
+                serves = record is not None and record.serves
+                self.post(self.peer_of(name), ("release", epoch, serves))
             case Dismiss(peer, _):
                 self.post(peer, ("stop",))
 
