@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -12,9 +13,8 @@ import pytest
 
 from edge_runtime.client import Answer, Client, Prompt
 from edge_runtime.protocol import Tokens
-from tests.support.clusters import CLOCK, LocalCluster, free_ports_to_listen, wait_for, write_topology
+from tests.support.clusters import CLOCK, MODEL, LocalCluster, free_ports_to_listen, wait_for, write_topology
 from tests.support.processes import CliProcess, Finished, wait_until_gone
-from tests.support.tiny_models import write_tiny_qwen3_moe
 from topology.files import read_cluster
 
 NUM_STREAMS = 20
@@ -163,7 +163,9 @@ def test_a_new_node_that_cannot_work_ends_the_change_and_all_is_as_it_was(
     text = three.answer(PROMPTS[0], "--max-tokens", "20")["text"]
     weights = [node["weight_bytes"] for node in three.status()["nodes"]]
     file = edit(three, with_node("extra"))
-    other = write_tiny_qwen3_moe(tmp_path / "other")
+    other = Path(shutil.copytree(MODEL, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
     foreign = tmp_path / "foreign.toml"
     foreign.write_text(re.sub(r"(?m)^model = .*$", f"model = {json.dumps(str(other))}", file.read_text()))
     elsewhere = three.env | {
