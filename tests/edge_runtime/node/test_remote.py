@@ -1,0 +1,258 @@
+"""A home and its expert hosts over real sockets: replicas, liars, two placements at once, and who is waited for."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import pytest
+import torch
+
+from edge_runtime.clock import Clock, ManualClock, SystemClock
+from edge_runtime.model.build import add_experts, empty_store
+from edge_runtime.model.moe import ExpertStore
+from edge_runtime.node import remote
+from edge_runtime.node.expert_service import ExpertService, Residents
+from edge_runtime.node.peer_link import PeerLink
+from edge_runtime.node.remote import PlacedExperts
+from edge_runtime.protocol import ExpertCall, ExpertReply, Hello, PeerAddress, Welcome
+from edge_runtime.transport.endpoint import Server
+from tests.support.decoders import all_experts
+from tests.support.engines import Whole, whole_model
+from topology.ids import ExpertId
+
+CLOCK = SystemClock()
+DEADLINE_S = 2.0
+SOON_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def whole(demo_model) -> Whole:
+    return whole_model(demo_model)
+
+
+def identity(name: str) -> Hello:
+    return Hello(node=name, model_hash="m" * 32, dtype="float32", incarnation=name)
+
+
+@contextmanager
+def host(
+    whole: Whole, name: str, epochs: tuple[int, ...] = (1,)
+) -> Iterator[tuple[ExpertService, PeerAddress]]:
+    """A real expert service that holds everything, for every one of these placements."""
+    spec = whole.checkpoint.spec
+    with Server("127.0.0.1:0") as server:
+        service = ExpertService(server, identity(name), CLOCK, lambda: None)
+        service.residents = {e: Residents(e, whole.store, spec.width, 32) for e in epochs}
+        service.start()
+        try:
+            yield service, PeerAddress(name, server.address)
+        finally:
+            service.stop()
+            service.join(SOON_S)
+            assert service.fault is None
+
+
+@contextmanager
+def liar(name: str, outputs_of) -> Iterator[tuple[list[int], PeerAddress]]:
+    """A host that greets well and answers calls with `outputs_of(rows, pair_rows)`; None: not at all."""
+    calls: list[int] = []
+    over = threading.Event()
+    with Server("127.0.0.1:0") as server:
+
+        def serve() -> None:
+            while not over.is_set():
+                received = server.receive(0.05)
+                if received is None:
+                    continue
+                peer, envelope = received
+                if isinstance(envelope.message, ExpertCall):
+                    calls.append(envelope.message.layer)
+                    outputs = outputs_of(*envelope.tensors[:2])
+                    if outputs is not None:
+                        reply = ExpertReply(envelope.message.layer)
+                        server.send(peer, reply, call_id=envelope.call_id, epoch=1, tensors=(outputs,))
+                elif isinstance(envelope.message, Hello):
+                    welcome = Welcome(node=name, model_hash="m" * 32, dtype="float32")
+                    server.send(peer, welcome, call_id=envelope.call_id, epoch=1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield calls, PeerAddress(name, server.address)
+        finally:
+            over.set()
+            thread.join(SOON_S)
+
+
+@contextmanager
+def home(
+    whole: Whole, *peers: PeerAddress, epoch: int = 1, clock: Clock = CLOCK, deadline_s: float = DEADLINE_S
+) -> Iterator[PlacedExperts]:
+    """A home without experts of its own, whose peers hold all of them."""
+    spec = whole.checkpoint.spec
+    placed = PlacedExperts(
+        node="home",
+        store=empty_store(spec),
+        hosts=dict.fromkeys(all_experts(spec), tuple(peer.name for peer in peers)),
+        links=[PeerLink(peer, identity("home"), epoch, None, clock) for peer in peers],
+        num_layers=spec.num_layers,
+        num_experts=32,
+        epoch=epoch,
+        deadline_s=deadline_s,
+        clock=clock,
+    )
+    try:
+        if clock is CLOCK:
+            placed.greet_all(SOON_S)
+        yield placed
+    finally:
+        placed.close()
+
+
+def rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(5, 256, generator=generator)
+    ids = torch.stack([torch.randperm(32, generator=generator)[:4] for _ in range(5)]).int()
+    return x, ids
+
+
+def run(placed: PlacedExperts, layer: int = 2, seed: int = 0):
+    x, ids = rows(seed)
+    out = torch.full((20, 256), torch.nan)
+    placed.begin_step()
+    return placed.run(layer, x, ids, out), out
+
+
+@pytest.fixture(scope="module")
+def truth(whole) -> torch.Tensor:
+    from edge_runtime.model.moe import LocalExperts
+
+    x, ids = rows()
+    out = torch.empty(20, 256)
+    assert LocalExperts(whole.store, "here").run(2, x, ids, out) is None
+    return out
+
+
+def test_experts_elsewhere_give_the_bits_of_experts_here(whole, truth):
+    with host(whole, "n1") as (_, one), host(whole, "n2") as (_, two), home(whole, one, two) as placed:
+        missing, out = run(placed)
+        assert missing is None and torch.equal(out, truth)
+
+
+def test_a_host_that_goes_away_leaves_its_calls_to_a_replica(whole, truth):
+    with (
+        host(whole, "n2") as (second, two),
+        host(whole, "n1") as (first, one),
+        home(whole, one, two) as placed,
+    ):
+        run(placed)
+        first.stop()
+        first.join(SOON_S)
+        began = CLOCK.now()
+        missing, out = run(placed)
+        assert missing is None and torch.equal(out, truth)
+        assert CLOCK.now() - began < DEADLINE_S, "within the call's deadline"
+        assert second.counters.calls
+
+
+@pytest.mark.parametrize(
+    ("outputs_of", "words"),
+    [
+        (lambda x, pairs: numpy.full((len(pairs), 256), numpy.nan, numpy.float32), "not finite for layer 2"),
+        (lambda x, pairs: numpy.full((len(pairs), 256), numpy.inf, numpy.float32), "not finite for layer 2"),
+        (lambda x, pairs: numpy.zeros((len(pairs), 255), numpy.float32), "expected float32"),
+        (lambda x, pairs: numpy.zeros((len(pairs) + 1, 256), numpy.float32), "expected float32"),
+        (lambda x, pairs: None, "n1"),
+    ],
+    ids=["nan", "inf", "narrow", "a row too many", "silent"],
+)
+def test_a_host_that_answers_wrongly_or_not_at_all_is_named_and_its_calls_go_to_a_replica(
+    whole, truth, outputs_of, words
+):
+    with (
+        liar("n1", outputs_of) as (calls, one),
+        host(whole, "n2") as (_, two),
+        home(whole, one, two) as placed,
+    ):
+        missing, out = run(placed)
+        assert missing is None and torch.equal(out, truth)
+        assert len(calls) == 1
+        assert placed.traffic["n1"].failures == 1
+        assert words in next(link.fault for link in placed._links if link.name == "n1")
+
+
+def test_what_nobody_answers_is_missing_by_node_and_expert_before_the_deadline(whole):
+    with liar("n1", lambda x, pairs: None) as (_, one), home(whole, one, deadline_s=0.6) as placed:
+        began = CLOCK.now()
+        missing, _ = run(placed)
+        assert len(missing.slots) == 20 and "layer 2 experts" in missing.why and "n1" in missing.why
+        assert 0.25 < CLOCK.now() - began < 1.5, "half of the deadline is a replica's"
+
+
+def test_a_service_answers_for_two_placements_at_once_and_for_no_third(whole, truth):
+    with (
+        host(whole, "n1", epochs=(1, 2)) as (service, one),
+        home(whole, one, epoch=1) as old,
+        home(whole, one, epoch=2) as new,
+    ):
+        for placed in (old, new, old):
+            missing, out = run(placed)
+            assert missing is None and torch.equal(out, truth)
+        service.residents = {2: service.residents[2]}
+        missing, _ = run(old)
+        assert missing is not None and "epoch" in missing.why
+        missing, out = run(new)
+        assert missing is None and torch.equal(out, truth)
+
+
+def test_experts_are_missing_where_the_service_does_not_hold_them(whole):
+    spec = whole.checkpoint.spec
+    some: ExpertStore = empty_store(spec)
+    add_experts(some, whole.checkpoint, [ExpertId(2, 0)], weight_format="as_stored")
+    with host(whole, "n1") as (service, one), home(whole, one, deadline_s=1.0) as placed:
+        service.residents = {1: Residents(1, some, spec.width, 32)}
+        missing, _ = run(placed)
+        assert missing is not None and "does not hold layer 2 experts" in missing.why
+        assert service.counters.refused
+
+
+class TestWhoIsWaitedFor:
+    """`may_be_replaced`, by a clock that the test moves."""
+
+    @pytest.fixture
+    def lost(self, whole) -> Iterator[tuple[PlacedExperts, ManualClock]]:
+        """A home that has just lost n1, of which the coordinator has said nothing."""
+        clock = ManualClock(100.0)
+        address = PeerAddress("n1", "127.0.0.1:9")
+        with home(whole, address, clock=clock) as placed:
+            [link] = placed._links
+            link.usable = link.was_usable = True
+            link.lose("its connection ended")
+            placed._lost_s = clock.now()
+            yield placed, clock
+
+    def test_nothing_was_lost(self, whole):
+        with home(whole, PeerAddress("n1", "127.0.0.1:9"), clock=ManualClock()) as placed:
+            assert not placed.may_be_replaced()
+
+    def test_until_the_coordinator_has_noticed_it_may_be_replaced_for_a_while(self, lost):
+        placed, clock = lost
+        assert placed.may_be_replaced()
+        placed.peers_changed(["home", "n1"], False)  # said before it noticed
+        assert placed.may_be_replaced()
+        clock.advance(remote.UNKNOWN_S)
+        assert not placed.may_be_replaced()
+
+    def test_once_the_coordinator_says_that_nobody_takes_its_part_it_is_final(self, lost):
+        placed, _ = lost
+        placed.peers_changed(["home"], False)
+        assert not placed.may_be_replaced()
+
+    def test_a_replacement_on_its_way_is_waited_for_longer_but_not_for_ever(self, lost):
+        placed, clock = lost
+        placed.peers_changed(["home"], True)
+        clock.advance(remote.UNKNOWN_S + 1)
+        assert placed.may_be_replaced()
+        clock.advance(remote.REPLACING_S)
+        assert not placed.may_be_replaced()
