@@ -47,12 +47,13 @@ def matrix_instructions(binary):
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory):
-    """Faults and instructions by target, compiled by two processes into a cache of their own."""
+def findings(pytestconfig, tmp_path_factory):
+    """Faults and instructions by target, compiled by two processes; what was compiled before is kept beside pytest's notes."""
     if triton.knobs.runtime.interpret:
         pytest.skip("an interpreted kernel cannot be compiled")
     jobs = [(target, part) for target in TARGETS for part in range(PARTS)]
-    cache = str(tmp_path_factory.mktemp("triton"))
+    notes = getattr(pytestconfig, "cache", None)
+    cache = str(notes.mkdir("triton") if notes else tmp_path_factory.mktemp("triton"))
     with ProcessPoolExecutor(
         PROCESSES, mp_context=get_context("spawn"), initializer=compiled.use_cache, initargs=(cache,)
     ) as pool:
@@ -65,14 +66,14 @@ def findings(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # 90 s on two free cores
+@pytest.mark.timeout(1800)  # 90 s on two free cores
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_kernel_spills_or_takes_more_memory_than_the_chip_has(findings, target):
     assert findings[target][0] == []
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # 90 s on two free cores
+@pytest.mark.timeout(1800)  # 90 s on two free cores
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_must_not_depend_on_the_batch_has_one_matrix_instruction(findings, target):
     expected = {"v_mfma_f32_16x16x16"} if target == "gfx942" else {"mma.sync.aligned.m16n8k16"}
