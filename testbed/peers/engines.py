@@ -169,7 +169,8 @@ class DaemonsEngine:
             ((came_s, _, cpu_s),) = streams[answer.request_id]
             num_tokens = len(work.prompts[0])
             return Rate(num_tokens / (came_s - answer.sent_s), num_tokens / (cpu_s - before) * self._threads)
-        self._ask(work.prompts, work.steps + 1 + len(work.prompts), streams)
+        # Longer than what counts: where the client is kept waiting, tokens come many at a time and streams end early.
+        self._ask(work.prompts, 2 * work.steps + 1 + len(work.prompts), streams)
         return decode_rate(list(streams.values()), self._threads)
 
     def close(self) -> None:
@@ -179,6 +180,8 @@ class DaemonsEngine:
         self, prompts: Sequence[list[int]], tokens: int, streams: dict[str, list["Arrival"]]
     ) -> list[Answer]:
         def note(answer: Answer, came: Tokens) -> None:
+            if not came.token_ids:
+                return
             arrival = Arrival(self._clock.now(), len(came.token_ids), process_cpu_s(self._node_pid))
             streams.setdefault(answer.request_id, []).append(arrival)
 
