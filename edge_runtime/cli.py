@@ -4,6 +4,7 @@ Everything heavy is imported inside its command, so that `--help` and `submit` s
 and nowhere below.
 """
 
+import errno
 import json
 import os
 import signal
@@ -18,7 +19,6 @@ from edge_runtime.clock import SystemClock
 from edge_runtime.config import TOPOLOGY_VARIABLE, resolve_topology_path, state_dir
 from edge_runtime.errors import (
     EXIT_DONE,
-    EXIT_OURS,
     EXIT_USER,
     ClusterError,
     DeadlinePassed,
@@ -651,5 +651,11 @@ def main() -> NoReturn:
         code = 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_OURS
+        code = 128 + signal.SIGPIPE  # the reader went away
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _say(f"error: the output cannot be written: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_USER
     sys.exit(code)

@@ -29,7 +29,10 @@ def read_cluster(path: str | Path) -> Cluster:
 
 def read_cluster_text(text: str, path: Path) -> Cluster:
     """The cluster that the text of a file at `path` describes; raises as `read_cluster` does."""
-    base = path.resolve().parent
+    try:
+        base = path.resolve().parent
+    except (ValueError, OSError) as error:  # a name no file can have
+        raise TopologyError(f"{str(path)!r:.200} is not the path of a file: {error}") from error
     return parse_cluster(
         text,
         source=str(path),

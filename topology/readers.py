@@ -3,7 +3,6 @@
 Knows neither tables nor lines.
 """
 
-import math
 import re
 from collections.abc import Callable
 
@@ -17,7 +16,15 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]+)")
 _EXPERT = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})")
 _EVERYWHERE = ("0.0.0.0", "[::]", "*")
 _SHORT_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-RESERVED_NAMES = ("coordinator", "gateway", "client")
+RESERVED_NAMES = (
+    "coordinator",
+    "gateway",
+    "client",
+    "all",
+    "drain",
+)  # words of commands, and other processes
+MOST = 10**9  # of anything that is counted: more is a slip of the pen
+MOST_COPIES = 1000.0
 
 
 def read_text(value: object) -> str:
@@ -102,8 +109,15 @@ def read_count(value: object) -> int:
     """A whole number from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"expected a whole number from 1 on, found {_kind(value)}")
-    if value < 1:
-        raise ValueError(f"expected a whole number from 1 on, found {value}")
+    if not 1 <= value <= MOST:
+        raise ValueError(f"expected a whole number from 1 to {MOST}, found {value}")
+    return value
+
+
+def read_threads(value: object) -> int:
+    """A whole number from 1 to 1024."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024:
+        raise ValueError(f"expected a whole number from 1 to 1024, found {_kind(value)}")
     return value
 
 
@@ -127,8 +141,8 @@ def read_expert(value: object) -> ExpertId:
 def read_memory_ratio(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"expected a number from 1.0 on, found {_kind(value)}")
-    if not 1.0 <= value < math.inf:
-        raise ValueError(f"expected a number from 1.0 on (1.0 keeps each expert once), found {value}")
+    if not 1.0 <= value <= MOST_COPIES:
+        raise ValueError(f"expected a number from 1.0 (each expert once) to {MOST_COPIES:g}, found {value}")
     return float(value)
 
 

@@ -333,6 +333,9 @@ class CoordinatorDaemon:
     def _why_not(self, submit: Submit) -> Refused | None:
         if not submit.request_id:
             return Refused("request", "a request needs an id")
+        if submit.output_ids:
+            detail = "output_ids are for a request that moves from home to home; a client gives none"
+            return Refused("request", detail, None, submit.request_id)
         if submit.request_id in self._streams:
             return Refused("request", f"request id {submit.request_id} is in use", None, submit.request_id)
         may_come = any(not r.serves and not r.has_served for r in self._state.nodes.values())
@@ -477,6 +480,12 @@ class CoordinatorDaemon:
             begun = begin()
         except (TopologyError, ConfigError) as error:
             self._outbox.send(client, Refused("topology", str(error)), call_id)
+            return
+        except (ValueError, ArithmeticError, OSError, RecursionError) as error:
+            # A value that no reader foresaw: the file's fault, and none that running answers should pay for.
+            log.exception("a change was asked for that cannot be worked out")
+            detail = f"the file cannot be worked out: {type(error).__name__}: {error}"
+            self._outbox.send(client, Refused("topology", detail[:1000]), call_id)
             return
         except Refusal as refusal:
             self._outbox.send(client, Refused.of(refusal), call_id)

@@ -43,6 +43,7 @@ class Tokenizer:
         self._template_source = chat_template
         self._template: ChatTemplate | None = None
         self.content_hash = content_hash
+        self._longest_token: int | None = None
 
     @classmethod
     def open(cls, folder: str | Path) -> "Tokenizer":
@@ -75,6 +76,26 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Ids the tokenizer knows; a model's embedding may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token, found once."""
+        if self._longest_token is None:
+            self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        return self._longest_token
+
+    def refuse_hopeless(self, num_chars: int, context_tokens: int) -> None:
+        """Refuse a text that cannot fit whatever its tokens are, before time is spent on it.
+
+        A text without spaces takes seconds per million characters to cut into tokens. No token stands for more
+        characters than the longest has, but for what a normaliser joins: at most four into one.
+        """
+        least = num_chars // (4 * self.longest_token)
+        if least > context_tokens:
+            raise RequestError(
+                f"the prompt has {num_chars} characters, which are at least {least} tokens, but the context holds "
+                f"{context_tokens}; shorten the prompt"
+            )
 
     def encode(self, text: str) -> list[int]:
         """Ids of raw text with the special tokens the model's own post-processor adds (such as bos)."""

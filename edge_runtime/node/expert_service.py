@@ -14,7 +14,16 @@ import torch
 from edge_runtime.clock import Clock
 from edge_runtime.errors import Refusal
 from edge_runtime.model.moe import ExpertStore
-from edge_runtime.protocol import ExpertCall, ExpertReply, Hello, Message, Refused, Welcome, refuse_mismatch
+from edge_runtime.protocol import (
+    MAX_FRAME_BYTES,
+    ExpertCall,
+    ExpertReply,
+    Hello,
+    Message,
+    Refused,
+    Welcome,
+    refuse_mismatch,
+)
 from edge_runtime.transport.endpoint import Server
 from kernels import ops
 
@@ -93,6 +102,12 @@ class ExpertService(threading.Thread):
                         tensors=tensors,
                         zero_copy=True,
                     )
+                    del (
+                        received,
+                        envelope,
+                        reply,
+                        tensors,
+                    )  # not kept until the next call comes: they may be large
         except BaseException as fault:
             log.exception("the expert service ended on a fault of its own")
             self.fault = fault
@@ -149,6 +164,11 @@ class ExpertService(threading.Thread):
         if rows.shape[1] != residents.width:
             raise Refusal("shape", f"{node} expects rows of width {residents.width}, found {rows.shape[1]}")
         num_pairs = len(pair_rows)
+        most = min(len(rows) * residents.num_experts, MAX_FRAME_BYTES // (4 * residents.width))
+        if num_pairs > most:
+            raise Refusal(
+                "shape", f"{node} runs at most {most} experts for {len(rows)} rows, found {num_pairs}"
+            )
         if num_pairs and not (pair_rows.min() >= 0 and pair_rows.max() < len(rows)):
             raise Refusal("shape", f"a pair names a row outside 0 to {len(rows) - 1}")
         bank = residents.store.bank(call.layer)

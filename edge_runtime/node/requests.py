@@ -3,7 +3,7 @@
 Pure. Knows the tokenizer; no socket, no engine.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from edge_runtime.engine.engine import Ended, Output
@@ -22,6 +22,8 @@ def make_request(
     given = [generate.prompt, generate.messages, generate.prompt_ids]
     if sum(part is not None for part in given) != 1:
         raise RequestError("a request has exactly one of prompt, messages and prompt_ids")
+    texts = [generate.prompt or "", *(_content(message) for message in generate.messages or ())]
+    tokenizer.refuse_hopeless(sum(map(len, texts)), context_tokens)
     if generate.prompt is not None:
         prompt_ids = tokenizer.encode(generate.prompt)
     elif generate.messages is not None:
@@ -33,9 +35,17 @@ def make_request(
     if params.seed is None:
         raise RequestError("a request needs a seed; the coordinator draws one where the client gives none")
     check_prompt(prompt_ids, vocab_size, context_tokens)
+    if generate.output_ids and not 0 <= min(generate.output_ids) <= max(generate.output_ids) < vocab_size:
+        raise RequestError(f"the answer so far has token ids outside 0 to {vocab_size - 1}")
     return Request(
         generate.request_id, prompt_ids, params, now, salt=generate.salt, output_ids=generate.output_ids
     )
+
+
+def _content(message: Mapping[str, object]) -> str:
+    """A message's text, as far as it is plain text."""
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
 
 
 @dataclass

@@ -86,7 +86,7 @@ def test_a_short_file_is_filled_up_with_defaults() -> None:
 def test_every_key_is_read() -> None:
     cluster = parse_cluster("""
 [cluster]
-name = "all"
+name = "every-key"
 model = "/models/demo"
 coordinator = "10.0.0.1:7000"
 memory_ratio = 3
@@ -235,11 +235,33 @@ rtt = "5 ms"
             "use as_stored, bfloat16, float16",
         ),
         ('roles = ["experts"]', 'device = "cuda:0"', 14, "[[node]] attic: device", "use cpu"),
-        ('roles = ["experts"]', "threads = 0", 14, "[[node]] attic: threads", "from 1 on, found 0"),
+        (
+            'roles = ["experts"]',
+            "threads = 0",
+            14,
+            "[[node]] attic: threads",
+            "from 1 to 1024, found the number 0",
+        ),
         ('roles = ["experts"]', "threads = true", 14, "[[node]] attic: threads", "found the boolean true"),
         ('roles = ["experts"]', "threads = 1.5", 14, "[[node]] attic: threads", "found the number 1.5"),
-        ('name = "home"', 'name = "home"\nmemory_ratio = 0.9', 3, "[cluster] memory_ratio", "from 1.0 on"),
-        ('name = "home"', 'name = "home"\nmemory_ratio = nan', 3, "[cluster] memory_ratio", "from 1.0 on"),
+        (
+            'name = "home"',
+            'name = "home"\nmemory_ratio = 0.9',
+            3,
+            "[cluster] memory_ratio",
+            "(each expert once) to 1000",
+        ),
+        ('name = "home"', 'name = "home"\nmemory_ratio = nan', 3, "[cluster] memory_ratio", "to 1000"),
+        ('name = "home"', 'name = "home"\nmemory_ratio = 1e308', 3, "[cluster] memory_ratio", "to 1000"),
+        ('roles = ["experts"]', "threads = 9223372036854775807", 14, "[[node]] attic: threads", "to 1024"),
+        (
+            'name = "home"',
+            'name = "home"\nkv_tokens = 99999999999999999999',
+            3,
+            "[cluster] kv_tokens",
+            "to 1000000000",
+        ),
+        ('name = "attic"', 'name = "drain"', 11, "[[node]] drain: name", "is reserved"),
         (
             'name = "home"',
             'name = "home"\ncall_deadline = "10"',
@@ -354,7 +376,7 @@ def test_a_single_fault_is_one_sentence() -> None:
         parse_cluster(changed("[cluster]", "[cluster]\nkv_tokens = 0"), source="home.toml")
     assert (
         str(error.value)
-        == "home.toml, line 2, [cluster] kv_tokens: expected a whole number from 1 on, found 0"
+        == "home.toml, line 2, [cluster] kv_tokens: expected a whole number from 1 to 1000000000, found 0"
     )
 
 

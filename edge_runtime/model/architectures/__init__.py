@@ -37,7 +37,7 @@ def read_model(
     source   names the file in errors
     """
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
             f"{source}: model_type {name!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )

@@ -10,6 +10,7 @@ from edge_runtime.errors import Refusal
 from edge_runtime.protocol import (
     Abort,
     Accepted,
+    Apply,
     Credit,
     Deploy,
     Deployed,
@@ -535,3 +536,21 @@ def test_a_coordinator_that_was_held_up_hears_what_waits_before_it_gives_anybody
         daemon._tick()
         assert daemon._state.nodes["n1"].phase == "lost"
     daemon._shut_down()
+
+
+def test_a_client_cannot_say_what_an_answer_began_with(address, client, nodes):
+    client.submit("r", prompt="abc", output_ids=[8_000_000])
+    refused = client.next(Refused)
+    assert (refused.reason, refused.request_id) == ("request", "r") and "output_ids" in refused.detail
+    client.submit("s", prompt="abc")
+    assert client.next(Accepted).request_id == "s"
+
+
+@pytest.mark.parametrize(
+    ("text", "source"), [("\0" * 1000, "\0"), ("[cluster]", "\0"), ("[cluster]", "x" * 5000), ("", "")]
+)
+def test_a_file_that_cannot_be_read_changes_nothing_and_ends_nobody(address, client, nodes, text, source):
+    client.send(Apply(text, source))
+    assert client.next(Refused).reason == "topology"
+    client.submit("r")
+    assert client.next(Accepted).request_id == "r"

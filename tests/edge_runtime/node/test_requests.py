@@ -51,6 +51,9 @@ def told(home, ids, last="length"):
         ({"prompt": "a", "sampling": {"heat": 1, "seed": 1}}, "heat"),
         ({"prompt": "a", "sampling": {}}, "seed"),
         ({"messages": [{"content": "no role"}]}, "role"),
+        ({"prompt": "a", "output_ids": [8_000_000]}, "outside 0 to 8191"),
+        ({"prompt": "a" * 2_000_000}, "2000000 characters, which are at least"),
+        ({"messages": [{"role": "user", "content": "a" * 2_000_000}]}, "2000000 characters"),
     ],
 )
 def test_what_cannot_be_served_is_the_users_fault_in_one_sentence(tokenizer, fields, message):
