@@ -1,0 +1,45 @@
+"""What another file would change, as the coordinator says it: the placement that applying it leads to, in bytes."""
+
+import json
+from dataclasses import replace
+
+from edge_runtime.coordinator.epochs import Epochs
+from edge_runtime.coordinator.preview import preview_of
+from edge_runtime.coordinator.state import Joined
+from tests.support.coordinators import cluster, footprint
+from topology.cluster import MIB, Node
+from topology.placement import plan_placement
+
+TWO = cluster("n1", "n2")
+THREE = replace(
+    TWO,
+    nodes=(*TWO.nodes, Node(name="n3", address="127.0.0.1:5700", memory_bytes=400 * MIB)),
+    memory_ratio=3.0,
+)
+
+
+def two_that_are_there() -> Epochs:
+    epochs = Epochs(TWO, footprint(), plan_placement(TWO, footprint()), 0.0)
+    for name in TWO.node_names:
+        epochs.apply(Joined(name, name.encode(), "one", 1), 0.0)
+    return epochs
+
+
+def test_a_preview_promises_what_applying_allocates():
+    epochs = two_that_are_there()
+    plan = epochs.plan(THREE)
+    planned = preview_of(TWO, epochs.placement, TWO.node_names, plan, footprint())
+    body = json.loads(json.dumps(planned.body))
+    [n3] = [node for node in body["nodes"] if node["name"] == "n3"]
+    share = plan.placement.plan_of("n3")
+    assert n3["kind"] == "added" and n3["load_experts"] == len(share.experts)
+    assert n3["load_bytes"] == share.expert_bytes + share.trunk_bytes
+    assert body["load_bytes"] == sum(node["load_bytes"] for node in body["nodes"]) and body["rounds"] >= 1
+    assert "n3 added" in planned.text and "to load" in planned.text
+    assert epochs.change is None and epochs.plans.keys() == {1}, "it was only asked"
+
+
+def test_a_file_that_changes_nothing_says_so():
+    epochs = two_that_are_there()
+    planned = preview_of(TWO, epochs.placement, TWO.node_names, epochs.plan(TWO), footprint())
+    assert planned.text == "nothing changes" and not planned.body["changes_anything"]
