@@ -284,7 +284,7 @@ def _start(
             client = up.enter_context(running.client())
             client.connect()
             facts = {"version": "edge-runtime, node, coordinator and client; processor time of the node"}
-            return DaemonsEngine(name, client, clock, facts, running.pids["solo"], threads)
+            return DaemonsEngine(name, client, facts, running.pids["solo"], threads)
         worker = WorkerEngine(name, ("-m", "testbed.peers.own_worker"), {**order, "topology": str(topology)})
     elif name == LLAMA:
         if sitting.llama_python is None:

@@ -15,9 +15,7 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple, Protocol
 
 from edge_runtime.client import Answer, Client, Prompt
-from edge_runtime.clock import Clock
 from edge_runtime.errors import ClusterError
-from edge_runtime.protocol import Tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN_LINES = 3
@@ -149,7 +147,6 @@ class DaemonsEngine:
         self,
         name: str,
         client: Client,
-        clock: Clock,
         facts: Mapping[str, Any],
         node_pid: int,
         threads: int,
@@ -159,60 +156,39 @@ class DaemonsEngine:
         self._node_pid = node_pid
         self._threads = threads
         self._client = client
-        self._clock = clock
 
     def run(self, work: Work) -> Rate:
-        streams: dict[str, list[Arrival]] = {}
+        began = process_cpu_s(self._node_pid)
         if work.kind == "prefill":
-            before = process_cpu_s(self._node_pid)
-            (answer,) = self._ask(work.prompts, 1, streams)
-            ((came_s, _, cpu_s),) = streams[answer.request_id]
+            (answer,) = self._ask(work.prompts, 1)
+            assert answer.first_token_s is not None, "an answer without error has a token"
             num_tokens = len(work.prompts[0])
-            return Rate(num_tokens / (came_s - answer.sent_s), num_tokens / (cpu_s - before) * self._threads)
-        # Longer than what counts: where the client is kept waiting, tokens come many at a time and streams end early.
-        self._ask(work.prompts, 2 * work.steps + 1 + len(work.prompts), streams)
-        return decode_rate(list(streams.values()), self._threads)
+            cpu_s = process_cpu_s(self._node_pid) - began
+            return Rate(
+                num_tokens / (answer.first_token_s - answer.sent_s), num_tokens / cpu_s * self._threads
+            )
+        # The same work with one token each says what the prompts cost; other first tokens, so that no prefix is reused.
+        self._ask([prompt[1:] + prompt[:1] for prompt in work.prompts], 1)
+        prompts_done = process_cpu_s(self._node_pid)
+        answers = self._ask(work.prompts, work.steps + 1)
+        ended = process_cpu_s(self._node_pid)
+        num_tokens = len(answers) * work.steps
+        # Times are the node's own: a client that is kept waiting reads many tokens at once, and none of them late.
+        decode_s = max(answer.finished.timing.decode_s for answer in answers if answer.finished is not None)
+        cpu_s = (ended - prompts_done) - (prompts_done - began)
+        return Rate(num_tokens / decode_s, num_tokens / cpu_s * self._threads if cpu_s > 0 else None)
 
     def close(self) -> None:
         """Whoever started the cluster ends it."""
 
-    def _ask(
-        self, prompts: Sequence[list[int]], tokens: int, streams: dict[str, list["Arrival"]]
-    ) -> list[Answer]:
-        def note(answer: Answer, came: Tokens) -> None:
-            if not came.token_ids:
-                return
-            arrival = Arrival(self._clock.now(), len(came.token_ids), process_cpu_s(self._node_pid))
-            streams.setdefault(answer.request_id, []).append(arrival)
-
+    def _ask(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
         sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
         asked = [Prompt(prompt_ids=prompt, sampling=sampling) for prompt in prompts]
-        answers = self._client.run(asked, wait_ready_s=READY_S, on_tokens=note)
+        answers = self._client.run(asked, wait_ready_s=READY_S)
         for answer in answers:
             if (error := answer.error()) is not None:
                 raise error
         return answers
-
-
-class Arrival(NamedTuple):
-    """Tokens of one stream that came together."""
-
-    at_s: float
-    tokens: int
-    cpu_s: float
-    """Processor time that the node had spent by then."""
-
-
-def decode_rate(streams: Sequence[Sequence[Arrival]], threads: int) -> Rate:
-    """Between the moment when every stream has begun and the one when the first ends; `streams` in order of time."""
-    began = max((stream[0] for stream in streams), key=lambda arrival: arrival.at_s)
-    ended = min((stream[-1] for stream in streams), key=lambda arrival: arrival.at_s)
-    tokens = sum(
-        arrival.tokens for stream in streams for arrival in stream if began.at_s < arrival.at_s <= ended.at_s
-    )
-    if tokens == 0:
-        raise ClusterError("a stream ended before the last one began; let answers be longer")
-    return Rate(tokens / (ended.at_s - began.at_s), tokens / (ended.cpu_s - began.cpu_s) * threads)
 
 
 def process_cpu_s(pid: int) -> float:

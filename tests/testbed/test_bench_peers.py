@@ -24,7 +24,7 @@ from testbed.bench_peers import (
     one_node,
 )
 from testbed.bench_table import as_json, number, tables
-from testbed.peers.engines import Arrival, Rate, Work, WorkerEngine, decode_rate, process_cpu_s
+from testbed.peers.engines import Rate, Work, WorkerEngine, process_cpu_s
 from topology.parse import parse_cluster
 
 DEMO = Path(testbed.__file__).parent / "models" / "edge-moe-demo"
@@ -62,17 +62,6 @@ def test_our_node_is_one_that_the_runtime_can_read():
 
 def test_ports_are_free_and_differ():
     assert len(set(free_ports(5))) == 5
-
-
-def test_the_rate_of_streams_counts_from_when_all_have_begun_until_the_first_ends():
-    late = [Arrival(2.0, 1, 0.2), Arrival(3.0, 1, 0.4), Arrival(4.0, 2, 0.6), Arrival(6.0, 1, 1.0)]
-    early = [Arrival(1.0, 1, 0.1), Arrival(2.5, 1, 0.3), Arrival(4.0, 1, 0.6)]
-    assert decode_rate([late, early], 2) == Rate(5 / 2.0, pytest.approx(5 / 0.4 * 2))
-
-
-def test_streams_that_never_ran_together_have_no_rate():
-    with pytest.raises(ClusterError, match="ended before the last one began"):
-        decode_rate([[Arrival(0, 1, 0), Arrival(1, 1, 1)], [Arrival(2, 1, 2), Arrival(3, 1, 3)]], 1)
 
 
 def test_processor_time_of_a_process_is_what_it_says_itself():
