@@ -560,13 +560,17 @@ def keys_new(names: tuple[str, ...], topology: Path | None, folder: Path | None)
     """Make a key pair for each of NAMES; without NAMES for coordinator, client and every node of the file."""
     from edge_runtime.transport.keys import new_keys
 
+    names_no_folder = False
     if not names or folder is None:
         cluster = read_cluster(resolve_topology_path(topology))
+        names_no_folder = cluster.keys is None
         names = names or ("coordinator", "client", *cluster.node_names)
         folder = folder or Path(cluster.keys or Path(cluster.source).parent / "keys")
     for path in new_keys(folder, names):
         click.echo(str(path))
     _say("copy *.key to every machine; NAME.key_secret belongs on NAME's machine alone")
+    if names_no_folder:
+        _say(f'they are not used yet: write keys = "{folder.name}" in [cluster] of {cluster.source}')
 
 
 # --- shared -----------------------------------------------------------------------------------------------------
@@ -633,6 +637,9 @@ def main() -> NoReturn:
         code = EXIT_DONE
     except click.exceptions.Exit as ended:
         code = ended.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        code = EXIT_USER
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else "edge-runtime"
         _say(f"error: {error.format_message().rstrip('.')}; see {path} --help")

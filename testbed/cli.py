@@ -13,14 +13,14 @@ HERE = Path(__file__).resolve().parent
 __all__ = ["bench", "testbed"]
 
 
-@click.group(epilog="\b\nExample:\n  edge-runtime testbed link n1 n5 --cut 10s")
+@click.group(epilog="\b\nExample:\n  edge-runtime testbed link desk attic --cut 10s")
 def testbed() -> None:
     """Do to a running cluster on this machine what the world does to clusters."""
 
 
 @testbed.command(
-    epilog="\b\nExample:\n  edge-runtime testbed link n1 n5 --rtt 20ms --rate 10Mbit/s --jitter 2ms --loss 1%\n"
-    "  edge-runtime testbed link n1 all --cut 10s\n  edge-runtime testbed link n1 n5 --heal"
+    epilog="\b\nExample:\n  edge-runtime testbed link desk attic --rtt 20ms --rate 10Mbit/s --jitter 2ms --loss 1%\n"
+    "  edge-runtime testbed link desk all --cut 10s\n  edge-runtime testbed link desk attic --heal"
 )
 @click.argument("a")
 @click.argument("b")

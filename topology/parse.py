@@ -134,8 +134,8 @@ def _check_nodes(page: Page, cluster: Values, nodes: list[Values]) -> None:
             if address and not is_loopback(address):
                 page.fault(
                     path,
-                    f"{address} can be reached from other machines, and [cluster] has no keys: run "
-                    '"edge-runtime keys new" and name the folder, as in keys = "keys"',
+                    f"{address} can be reached from other machines, and [cluster] has no keys: write "
+                    'keys = "keys" there and run "edge-runtime keys new"',
                 )
 
     reserve = cluster.get("process_reserve_bytes", Cluster.process_reserve_bytes)

@@ -82,7 +82,9 @@ class CliProcess:
             text=True,
             encoding="utf-8",
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
-            cwd=cwd,
+            cwd=cwd
+            if cwd is None or cwd.is_dir()
+            else None,  # a folder that is gone must not keep `down` from working
             start_new_session=True,
         )
         self._changed = threading.Condition()
