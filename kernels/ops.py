@@ -29,6 +29,7 @@ __all__ = [
     "ExpertWeight",
     "HeadsWeight",
     "LinearWeight",
+    "biased_attention",
     "combine",
     "dispatch",
     "embed",
@@ -487,6 +488,48 @@ def _check_paged_attention(
     if out is None:
         return torch.empty(T, H, Pv)
     _heads("out", out, T, H, Pv)
+    return out
+
+
+def biased_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    row_request: Tensor,
+    row_position: Tensor,
+    scale: float,
+    bias: Tensor,
+    own_position: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`paged_attention` with bias [H, 2 m + 1] added to the scores, by how far a position is from own_position [T].
+
+    A row sees positions 0..row_position, which may be behind its own: all of an encoder's, say.
+    """
+    backend = backends.active()
+    rows = q, k_pages, v_pages, block_tables, row_request, row_position
+    if out is None or not backend.CHECKS:
+        out = _check_biased_attention(rows, bias, own_position, out)
+    if backend.biased_attention(*rows, scale, bias, own_position, out) is False:
+        _check_biased_attention(rows, bias, own_position, out)
+        raise _declined("biased_attention")
+    return out
+
+
+def _check_biased_attention(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    bias: Tensor,
+    own_position: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    out = _check_paged_attention(*rows, (None, None, None), out)
+    T, H, _ = rows[0].shape
+    if bias.dim() != 2 or bias.shape[1] % 2 == 0:
+        raise _wrong("bias", bias, F32, (H, "an odd number"))
+    _dense("bias", bias, F32, (H, bias.shape[1]))
+    _dense("own_position", own_position, I32, (T,))
     return out
 
 

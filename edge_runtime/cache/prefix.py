@@ -31,6 +31,13 @@ def chain_seed(model_hash: str, tokenizer_hash: str, salt: str, exactness: str) 
     return digest.digest()
 
 
+def encoder_seed(seed: bytes, input_ids: Sequence[int]) -> bytes:
+    """The seed of a request to an encoder-decoder: every block depends on all that the encoder reads."""
+    digest = blake2b(seed, digest_size=HASH_BYTES, person=b"kv-encoder-1")
+    digest.update(Struct(f"<{len(input_ids)}I").pack(*input_ids))
+    return digest.digest()
+
+
 def extend_hashes(hashes: list[bytes], seed: bytes, tokens: Sequence[int], num_blocks: int) -> None:
     """Append to `hashes` until it names the first `num_blocks` full blocks of `tokens`.
 

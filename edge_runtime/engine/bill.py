@@ -30,9 +30,13 @@ class ServedWeight:
         self._base = row_request.astype(np.int64)[:, None] * self.num_hosts
         self._step = np.zeros((2, num_slices * self.num_hosts), dtype=np.float64)
 
-    def add_layer(self, hosts: np.ndarray, gate_weights: np.ndarray) -> None:
-        """Count one MoE layer. hosts [T, K] int: who served the slot, -1 nobody; gate_weights [T, K] float32."""
-        index = (self._base + hosts).ravel()
+    def add_layer(self, hosts: np.ndarray, gate_weights: np.ndarray, rows: np.ndarray | None = None) -> None:
+        """Count one MoE layer. hosts [T, K] int: who served the slot, -1 nobody; gate_weights [T, K] float32.
+
+        rows  [T] int, which rows of the step these are; None for all
+        """
+        base = self._base if rows is None else self._base[rows]
+        index = (base + hosts).ravel()
         weights = gate_weights.ravel()
         served = hosts.ravel() >= 0
         if not served.all():

@@ -166,6 +166,7 @@ class Engine:
                 salt=old.salt,
                 exactness=old.exactness,
                 output_ids=old.output_ids,
+                encoder_tokens=old.encoder_tokens,
             )
             request.first_planned_s, request.first_token_s = old.first_planned_s, old.first_token_s
             try:

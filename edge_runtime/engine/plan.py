@@ -40,7 +40,7 @@ class Finished(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.request.prompt_ids)
+        return self.request.num_prompt_tokens
 
     @property
     def completion_tokens(self) -> int:

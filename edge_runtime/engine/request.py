@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from edge_runtime.cache.block_pool import BLOCK_TOKENS, blocks_for
 from edge_runtime.errors import RequestError
 
 MAX_STOP_STRINGS = 16
@@ -99,6 +100,15 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, context_tokens: int
         raise RequestError(f"the prompt has token id {wrong}; allowed are 0 to {vocab_size - 1}")
 
 
+def encoder_prompt(input_ids: Sequence[int], start_token_id: int) -> list[int]:
+    """The prompt of a request to an encoder-decoder: the encoder's input, filler up to a whole block, the start token.
+
+    So the decoder's first block is its own, and the encoder's blocks can be shared by all who ask the same.
+    """
+    filler = [start_token_id] * (-len(input_ids) % BLOCK_TOKENS)
+    return [*input_ids, *filler, start_token_id]
+
+
 def _refused(name: str, value: object, allowed: str) -> RequestError:
     return RequestError(f"{name} is {value!r}; allowed is {allowed}")
 
@@ -140,6 +150,9 @@ class Request:
     version. The matrix is the attention's `block_tables`, a row's seat its `row_request`. A decoding request
     changes its version once in 16 tokens.
 
+    encoder_tokens  of an encoder-decoder model: leading tokens of the prompt that the encoder reads, all in one step.
+                    The prompt is what `encoder_prompt` makes of them; 0 for models without encoder
+
     A request that moves here from another engine comes with the `output_ids` it has so far.
     `arrival_s` is a moment on the clock whose `now` the scheduler gets.
     """
@@ -151,6 +164,9 @@ class Request:
         "block_table",
         "chain_seed",
         "due_s",
+        "encoder_blocks",
+        "encoder_end",
+        "encoder_tokens",
         "exactness",
         "finish_reason",
         "first_planned_s",
@@ -182,6 +198,7 @@ class Request:
         salt: str = "",
         exactness: str = "exact",
         output_ids: Sequence[int] = (),
+        encoder_tokens: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = list(prompt_ids)
@@ -190,6 +207,9 @@ class Request:
         self.salt = salt
         self.exactness = exactness
         self.output_ids = list(output_ids)
+        self.encoder_tokens = encoder_tokens
+        self.encoder_blocks = blocks_for(encoder_tokens)
+        self.encoder_end = self.encoder_blocks * BLOCK_TOKENS  # where the decoder's tokens begin
         self.tokens = [*self.prompt_ids, *self.output_ids]
         # All that follows is the scheduler's.
         self.num_computed = 0
@@ -209,6 +229,11 @@ class Request:
         self.stop_ids: frozenset[int] = frozenset()
         self.chain_seed = b""
         self.block_hashes: list[bytes] = []
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens the user gave."""
+        return self.encoder_tokens or len(self.prompt_ids)
 
     def __repr__(self) -> str:
         return (

@@ -23,6 +23,7 @@ class StepRows(NamedTuple):
     row_request: Tensor  # [T] int32, index of the row's slice
     block_tables: Tensor  # [S, M] int32
     sampled_rows: np.ndarray  # [samples] int64, last row of every slice that samples, in slice order
+    encoder_tokens: Tensor | None = None  # [S] int32, what each request's encoder reads; None without encoder
 
 
 class RequestTable:
@@ -63,6 +64,7 @@ class RequestTable:
             row_request=torch.from_numpy(row_request),
             block_tables=torch.from_numpy(np.ascontiguousarray(block_tables)),
             sampled_rows=(ends - 1)[samples].astype(np.int64),
+            encoder_tokens=_encoder_tokens(plan),
         )
 
     def _sync(self, request: Request) -> int:
@@ -81,3 +83,9 @@ class RequestTable:
             self._blocks[line, : len(table)] = table
             self._version[line] = request.version
         return line
+
+
+def _encoder_tokens(plan: StepPlan) -> Tensor | None:
+    if not plan.slices[0].request.encoder_tokens:
+        return None
+    return torch.tensor([piece.request.encoder_tokens for piece in plan.slices], dtype=torch.int32)

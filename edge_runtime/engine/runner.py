@@ -7,7 +7,7 @@ Knows the model's arithmetic and the ExpertPort; knows no socket, no scheduler a
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from edge_runtime.engine.plan import StepPlan
 from edge_runtime.engine.request_table import RequestTable, StepRows
 from edge_runtime.model.attention import AttentionBatch
 from edge_runtime.model.decoder import Decoder
+from edge_runtime.model.encoder_decoder import two_halves
 from edge_runtime.model.moe import ExpertPort
 
 
@@ -128,18 +129,20 @@ class Runner:
         times, now = self.times, self.clock.now
         began = now()
         rows = self.table.rows(plan)
-        batch = AttentionBatch(
+        batch: Any = AttentionBatch(
             positions=rows.positions,
             slots=rows.slots,
             row_request=rows.row_request,
             block_tables=rows.block_tables,
         )
+        if rows.encoder_tokens is not None:
+            batch = two_halves(batch, rows.encoder_tokens)
         self._served.begin_step(rows.row_request.numpy(), len(plan.slices))
         times.rows += now() - began
 
         if self.first_layer == 0:
             assert hidden is None, "layer 0 starts from token ids, not from another stage's rows"
-            hidden = self.decoder.embed(rows.token_ids)
+            hidden = self.decoder.embed(rows.token_ids, batch)
         shape = (plan.num_rows, self.decoder.spec.width)
         assert hidden is not None and hidden.shape == shape, f"layer {self.first_layer} needs rows of {shape}"
         failed: dict[int, str] = {}
@@ -156,13 +159,17 @@ class Runner:
                 continue
             num_slots = expert_ids.shape[1]
             hosts = self.port.served_by()
-            if hosts is None and self._weight_is_one[layer]:
+            routed = self.decoder.routed
+            if hosts is None and self._weight_is_one[layer] and routed is None:
                 local_layers += 1
             else:
                 served_by = np.zeros(expert_ids.shape, dtype=np.int32) if hosts is None else hosts
-                self._served.add_layer(served_by, gate_weights.numpy())
+                self._served.add_layer(
+                    served_by, gate_weights.numpy(), None if routed is None else routed.numpy()
+                )
             if missing is not None:
-                requests = rows.row_request[missing.slots // num_slots]
+                of_slot = missing.slots // num_slots
+                requests = rows.row_request[of_slot if routed is None else routed[of_slot]]
                 for index in torch.unique(requests).tolist():
                     failed.setdefault(index, missing.why)
         if failed and self.port.may_be_replaced():

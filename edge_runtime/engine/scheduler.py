@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from edge_runtime.cache.block_pool import BLOCK_MASK, BLOCK_SHIFT, BLOCK_TOKENS, BlockPool, blocks_for
-from edge_runtime.cache.prefix import chain_seed, extend_hashes, reusable_blocks
+from edge_runtime.cache.prefix import chain_seed, encoder_seed, extend_hashes, reusable_blocks
 from edge_runtime.engine.plan import Finished, StepPlan, StepSlice
 from edge_runtime.engine.request import FinishReason, Request, check_params, check_prompt
 from edge_runtime.errors import ConfigError, Refusal, RequestError
@@ -75,27 +75,33 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError(f"ageing_rows_per_s is {self.ageing_rows_per_s}; allowed is above 0")
 
 
-def share_rows(needs: Sequence[int], rows: int) -> list[int]:
+def share_rows(needs: Sequence[int], rows: int, least: Sequence[int] = ()) -> list[int]:
     """Split `rows` prefill rows among requests that could use `needs`, given oldest first.
 
     The oldest gets half (rounded up, to whole blocks if rows are plenty), then those with the fewest rows left
     are served in full, older first among equals, and what is still over goes to the oldest. Nothing is left over
     while somebody could use it.
+
+    least  rows that each can use at all: with fewer it gets none. The oldest gets at least those
     """
     shares = [0] * len(needs)
     if not needs:
         return shares
+    least = least or shares
     half = (rows + 1) // 2
     if rows >= 4 * BLOCK_TOKENS:
         half = blocks_for(half) << BLOCK_SHIFT
-    shares[0] = min(needs[0], half)
+    shares[0] = min(needs[0], max(half, least[0])) if least[0] <= rows else 0
     left = rows - shares[0]
     for index in sorted(range(1, len(needs)), key=needs.__getitem__):
         if left == 0:
             break
+        if least[index] > left:
+            continue
         shares[index] = min(needs[index], left)
         left -= shares[index]
-    shares[0] += min(needs[0] - shares[0], left)
+    if least[0] <= rows:
+        shares[0] += min(needs[0] - shares[0], left)
     return shares
 
 
@@ -178,6 +184,12 @@ class Scheduler:
                 f"this node has {self.pool.num_blocks} in all; shorten the prompt or max_tokens to "
                 f"{self.pool.num_blocks * BLOCK_TOKENS + 1} tokens together"
             )
+        most = settings.max_rows - settings.max_running + 1  # others that decode have a row each
+        if request.encoder_blocks * BLOCK_TOKENS > most:
+            raise RequestError(
+                f"the prompt has {request.encoder_tokens} tokens, which the encoder reads in one step of at most {most} "
+                f"rows, in whole blocks of {BLOCK_TOKENS}; shorten the prompt or raise max_batch_rows"
+            )
         if self.is_draining:
             raise Refusal("draining", "this engine takes no new requests because it is stopping")
         if len(self._waiting) >= settings.max_waiting:
@@ -192,6 +204,9 @@ class Scheduler:
         request.chain_seed = chain_seed(
             self._model_hash, self._tokenizer_hash, request.salt, request.exactness
         )
+        if request.encoder_tokens:
+            input_ids = request.prompt_ids[: request.encoder_tokens]
+            request.chain_seed = encoder_seed(request.chain_seed, input_ids)
         request.block_hashes = []
         self._requests[request.request_id] = request
         self._enqueue(request)
@@ -348,7 +363,7 @@ class Scheduler:
         """Seat a request if its blocks are there; returns how many it will still take, None if they are not."""
         num_tokens = len(request.tokens)
         extend_hashes(request.block_hashes, request.chain_seed, request.tokens, num_tokens >> BLOCK_SHIFT)
-        found = self.pool.match(request.block_hashes, reusable_blocks(num_tokens))
+        found = self._find(request, reusable_blocks(num_tokens))
         left_free = self.pool.num_free - sum(self.pool.references(block) == 0 for block in found)
         needed = blocks_for(num_tokens) - len(found)
         # One block more per running request, so that their next tokens do not preempt the newcomer at once.
@@ -360,11 +375,19 @@ class Scheduler:
         insort(self._running, request, key=_age)
         return needed
 
+    def _find(self, request: Request, most: int) -> list[int]:
+        """Cached blocks of what the request computes next, at most `most`; an encoder's are there all or not at all."""
+        held = len(request.block_table)
+        found = self.pool.match(request.block_hashes[held : held + max(0, most)], most)
+        return found if held + len(found) >= request.encoder_blocks else []
+
     def _take_found(self, request: Request, found: Sequence[int]) -> None:
         self.pool.share(found)
         request.block_table += found
         request.num_computed = len(request.block_table) << BLOCK_SHIFT
         cached = len(found) << BLOCK_SHIFT
+        if request.encoder_tokens and len(found) == len(request.block_table) > 0:
+            cached -= (request.encoder_blocks << BLOCK_SHIFT) - request.encoder_tokens  # filler
         request.num_cached += cached
         self.num_cached_tokens += cached
         self._new_version(request)
@@ -374,12 +397,13 @@ class Scheduler:
             held = len(request.block_table)
             if request.num_computed == held << BLOCK_SHIFT:
                 most = reusable_blocks(len(request.tokens)) - held
-                found = self.pool.match(request.block_hashes[held : held + max(0, most)], most)
+                found = self._find(request, most)
                 if found:
                     self._take_found(request, found)
                     self._may_seat = True
         prefills = self._without_twins(prefills)
-        shares = share_rows([len(request.tokens) - request.num_computed for request in prefills], rows)
+        least = [max(0, request.encoder_end - request.num_computed) for request in prefills]
+        shares = share_rows([len(request.tokens) - request.num_computed for request in prefills], rows, least)
         for request, share in zip(prefills, shares, strict=True):
             if share == 0 or request.state != "running":
                 continue
@@ -388,7 +412,7 @@ class Scheduler:
             if end < len(request.tokens) and end & ~BLOCK_MASK > start:
                 end &= ~BLOCK_MASK  # end with a full block: it can be shared, and the next one found
             end = self._make_room(request, end)
-            if end > start:
+            if end > start and end >= request.encoder_end:
                 slices.append(StepSlice(request, start, end - start, end == len(request.tokens)))
 
     def _without_twins(self, prefills: list[Request]) -> list[Request]:

@@ -52,6 +52,7 @@ class AttentionWeights(NamedTuple):
     q_norm: Tensor | None = None  # [P], or [H P] over the whole projection
     k_norm: Tensor | None = None  # [P], or [G P]
     sinks: Tensor | None = None  # [H]
+    relative_bias: Tensor | None = None  # [H, 2 * max_distance + 1], see `relative_bias`
 
 
 class LatentWeights(NamedTuple):
@@ -218,7 +219,7 @@ def _attend_heads(
         q_norm = k_norm = None
     if spec.clip is not None:
         rows.clipped.clamp_(-spec.clip, spec.clip)
-    interleaved = spec.rope.interleaved
+    interleaved = spec.interleaved
     ops.head_norm_rope(rows.q, q_norm, norm_eps, cos, sin, batch.positions, interleaved=interleaved)
     if has_keys:
         ops.head_norm_rope(rows.k, k_norm, norm_eps, cos, sin, batch.positions, interleaved=interleaved)
@@ -258,7 +259,7 @@ def _attend_latent(
     ops.linear_heads(rows.q[..., :plain], weights.to_latent, out=rows.absorbed[..., :C])
     q_turned.copy_(rows.q[..., plain:])
     for part in (q_turned, k_turned):
-        ops.head_norm_rope(part, None, 0.0, *weights.rope, batch.positions, interleaved=spec.rope.interleaved)
+        ops.head_norm_rope(part, None, 0.0, *weights.rope, batch.positions, interleaved=spec.interleaved)
     ops.kv_write(rows.k, rows.v, *pages, batch.slots)
     _paged(spec, rows.absorbed, pages, batch, rows.mixed, options)
     ops.linear_heads(rows.mixed, weights.from_latent, out=rows.values)

@@ -13,9 +13,10 @@ from edge_runtime.model.architectures.table import Packing, Part, layer_packings
 from edge_runtime.model.attention import AttentionWeights, LatentWeights
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.gate import GateWeights
-from edge_runtime.model.layers import LayerWeights, Trunk
+from edge_runtime.model.layers import CrossWeights, LayerWeights, Trunk
 from edge_runtime.model.moe import ExpertStore
 from edge_runtime.model.quantised import mxfp4_to_bfloat16
+from edge_runtime.model.relative_bias import bias_table
 from edge_runtime.model.rope import rope_keys, rope_table
 from edge_runtime.model.spec import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec
 from kernels import ops
@@ -74,6 +75,8 @@ def load_trunk(
     part = checkpoint.table.part
     embed = loader.linear([part("embed")]) if embeds else None
     ropes = {key: rope_table(*key, context_tokens) for key in rope_keys(spec)}
+    own_embedding = spec.encoder is not None and spec.encoder.own_embedding and first_layer == 0
+    encoder_embed = loader.linear([part("encoder_embed")]) if own_embedding else None
     layers = []
     for layer in range(first_layer, last_layer):
         attention = spec.layers[layer].attention
@@ -85,8 +88,9 @@ def load_trunk(
         layers=tuple(layers),
         ropes=tuple(ropes.values()),
         embed=embed if first_layer == 0 else None,
-        final_norm=loader.vector([part("final_norm")]) if ends else None,
+        final_norm=loader.vector([part("final_norm")]) * spec.head_scale if ends else None,
         head=(embed if spec.tied_head else loader.linear([part("head")])) if ends else None,
+        encoder_embed=encoder_embed,
     )
 
 
@@ -94,6 +98,8 @@ def trunk_names(checkpoint: Checkpoint, spec: ModelSpec, first_layer: int, last_
     """The parts `load_trunk` reads."""
     table, ends = checkpoint.table, last_layer == spec.num_layers
     parts = [table.part("embed")] if first_layer == 0 or (ends and spec.tied_head) else []
+    if first_layer == 0 and spec.encoder is not None and spec.encoder.own_embedding:
+        parts.append(table.part("encoder_embed"))
     for layer in range(first_layer, last_layer):
         parts += [table.part(role, layer) for role in table.trunk_roles(layer)]
     parts += [table.part("final_norm")] if ends else []
@@ -235,6 +241,8 @@ def _load_layer(loader: _Loader, spec: ModelSpec, layer: int, rope: tuple[Tensor
         found["to_latent"], found["from_latent"] = found.pop("kv_up")
     attention = {key: found.pop(key) for key in kind._fields if key in found}
     gate = _gate_weights(spec, layer_spec, found) if layer_spec.gate is not None else None
+    if layer_spec.cross_attention:
+        found["cross"] = CrossWeights(*(found.pop(f"cross_{name}") for name in CrossWeights._fields))
     return LayerWeights(attention=kind(rope=rope, **attention), gate=gate, **found)
 
 
@@ -244,6 +252,10 @@ def _load_packing(loader: _Loader, spec: ModelSpec, layer: int, packing: Packing
         return loader.linear(parts)
     if packing.kind == "vector":
         return loader.vector(parts)
+    if packing.kind == "relative_bias":
+        bias = spec.layers[layer].attention.relative_bias
+        assert bias is not None, "only attention with a relative bias has one"
+        return loader.load(parts, lambda tensors: bias_table(bias, tensors[0].float()), parts[0].name)
     if packing.kind == "heads":
         return loader.heads(parts[0], spec.layers[layer].attention)
     mlp = dense_spec(spec.layers[layer])

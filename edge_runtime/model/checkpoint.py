@@ -22,7 +22,7 @@ from edge_runtime.model import quantised
 from edge_runtime.model.architectures import read_model
 from edge_runtime.model.architectures.config_reader import Quantisation
 from edge_runtime.model.architectures.table import Part, Shape, TensorTable
-from edge_runtime.model.json_file import read_json
+from edge_runtime.model.json_file import read_json, read_json_if_present
 from edge_runtime.model.safetensors_file import FLOAT_DTYPES, ITEM_BYTES, Extent, SafetensorsFile
 from edge_runtime.model.spec import ModelSpec
 from kernels.ops import MXFP4
@@ -72,6 +72,9 @@ class Checkpoint:
         if not folder.is_dir():
             raise CheckpointError(f"model folder {folder} does not exist")
         config = read_json(folder / "config.json")
+        start = read_json_if_present(folder / "generation_config.json").get("decoder_start_token_id")
+        if start is not None:  # wins, as in transformers
+            config = config | {"decoder_start_token_id": start}
         spec, table, quantisation = read_model(config, source=str(folder / "config.json"))
         files = _open_files(folder)
         checkpoint = cls(folder, config, spec, table, files, quantisation)

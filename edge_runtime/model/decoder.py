@@ -67,8 +67,12 @@ class Decoder:
     pages      where keys and values of these layers are kept
     max_rows   most rows of a step, T
 
+    routed     [n] int64 or None: which rows of the step the last `attention_segment` chose experts for; None for all
+
     Whatever is returned is a view of a buffer that the next step overwrites.
     """
+
+    routed: Tensor | None = None
 
     def __init__(self, spec: ModelSpec, trunk: Trunk, pages: Pages, *, max_rows: int) -> None:
         self.spec = spec
@@ -91,8 +95,8 @@ class Decoder:
         self._logits = torch.empty(0, spec.vocab_size)
         self._step_rows: dict[int, _StepRows] = {}
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Start a step's residual. token_ids [T] int32 -> hidden [T, D] float32."""
+    def embed(self, token_ids: Tensor, batch: AttentionBatch | None = None) -> Tensor:
+        """Start a step's residual. token_ids [T] int32 -> hidden [T, D] float32, whatever places the rows have."""
         if self._trunk.embed is None:
             raise ValueError(
                 f"layers [{self.first_layer}, {self.last_layer}) do not embed: layer 0 is elsewhere"
@@ -270,7 +274,7 @@ class Decoder:
         missing   gets (layer, what did not come); without it, something missing is a ClusterError
         returns   hidden [T, D] float32
         """
-        hidden = self.embed(start) if start.dim() == 1 else start
+        hidden = self.embed(start, batch) if start.dim() == 1 else start
         for layer in range(self.first_layer, self.last_layer):
             x, expert_ids, gate_weights = self.attention_segment(layer, hidden, batch)
             lacks = self.moe_segment(layer, hidden, x, expert_ids, gate_weights, port)
@@ -319,6 +323,7 @@ def row_numbers(spec: ModelSpec) -> dict[str, int]:
     gates = [layer.gate for layer in layers if layer.gate]
     has_dense = any(layer.gate is None or layer.shared or layer.parallel_dense for layer in layers)
     has_side = any(layer.parallel_dense or (layer.gate and layer.gate.reads_residual) for layer in layers)
+    has_branch = any(layer.output_norms or layer.parallel_dense for layer in layers)
     num_columns = max((gate.top_k for gate in gates), default=0)
     return {
         "hidden": D,
@@ -331,8 +336,8 @@ def row_numbers(spec: ModelSpec) -> dict[str, int]:
         "gate_logits": max((gate.num_experts for gate in gates), default=0),
         "expert_out": D * num_columns,
         "dense_out": D if has_dense else 0,
-        "side": D if has_side else 0,
-        "branch": D if any(layer.output_norms or layer.parallel_dense for layer in layers) else 0,
+        "side": D if has_side or spec.encoder else 0,
+        "branch": D if has_branch or spec.encoder else 0,
     }
 
 
@@ -357,6 +362,7 @@ def _segment(
         isinstance(part, LatentWeights)
         or attention.kv_shared_with is not None
         or attention.values_are_keys
+        or attention.relative_bias is not None
         or attention.value_norm
         or attention.clip is not None
         or spec.output_norms
@@ -389,7 +395,7 @@ def _segment(
             qkv_bias=part.qkv_bias,
             q_norm=part.q_norm,
             k_norm=part.k_norm,
-            interleaved=attention.rope.interleaved,
+            interleaved=attention.interleaved,
             window=attention.window,
             sinks=part.sinks,
             soft_cap=attention.soft_cap,

@@ -10,6 +10,7 @@ from edge_runtime.model.architectures.table import Packing, Part, layer_packings
 from edge_runtime.model.build import dense_spec, packed_format
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.decoder import row_numbers
+from edge_runtime.model.relative_bias import bias_columns
 from edge_runtime.model.rope import rope_table_bytes
 from edge_runtime.model.spec import ExpertSpec, KVShape
 from kernels.packing import FORMATS, KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
@@ -30,6 +31,8 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
     num_columns = max((gate.top_k for gate in gates), default=0)
     final_norm = spec.width * FLOAT32_BYTES
     part = checkpoint.table.part
+    own = spec.encoder is not None and spec.encoder.own_embedding
+    embeddings = ("embed", "encoder_embed") if own else ("embed",)
     return ModelFootprint(
         num_layers=spec.num_layers,
         moe_layers=spec.moe_layers,
@@ -38,7 +41,7 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
             name: tuple(_expert_bytes(checkpoint, layer, name) for layer in range(spec.num_layers))
             for name in ("as_stored", *FORMATS)
         },
-        embed_bytes=_linear_bytes(checkpoint, [part("embed")]),
+        embed_bytes=sum(_linear_bytes(checkpoint, [part(role)]) for role in embeddings),
         head_bytes=final_norm + (0 if spec.tied_head else _linear_bytes(checkpoint, [part("head")])),
         layer_bytes=tuple(_layer_bytes(checkpoint, layer) for layer in range(spec.num_layers)),
         kv_bytes_per_token=tuple(kv_token_bytes(layer.attention.kv_shape) for layer in spec.layers),
@@ -84,6 +87,10 @@ def _packing_bytes(checkpoint: Checkpoint, layer: int, packing: Packing) -> int:
         return sum(math.prod(part.shape) for part in parts) * FLOAT32_BYTES
     if packing.kind == "mlp":
         return _mlp_bytes(checkpoint, parts, dense_spec(spec), "as_stored")
+    if packing.kind == "relative_bias":
+        bias = spec.attention.relative_bias
+        assert bias is not None, "only attention with a relative bias has one"
+        return spec.attention.num_heads * bias_columns(bias) * FLOAT32_BYTES
     latent = spec.attention.latent
     assert latent is not None, "only latent attention has a matrix per head"
     stored = packed_format([checkpoint.stored_dtype(parts[0])], "as_stored")

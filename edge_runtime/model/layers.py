@@ -10,8 +10,17 @@ from edge_runtime.model.gate import GateWeights
 from kernels.ops import ExpertBank, LinearWeight
 
 
+class CrossWeights(NamedTuple):
+    """Attention to what an encoder gave."""
+
+    norm: Tensor  # [D]
+    q: LinearWeight  # [H P, D]
+    kv: LinearWeight  # [2 H P, D], keys above values
+    out: LinearWeight  # [D, H P]
+
+
 class LayerWeights(NamedTuple):
-    """One decoder layer. Vectors are float32 [D] unless said; what its spec does not ask for is None."""
+    """One layer. Vectors are float32 [D] unless said; what its spec does not ask for is None."""
 
     input_norm: Tensor
     attention: AttentionWeights | LatentWeights
@@ -27,6 +36,8 @@ class LayerWeights(NamedTuple):
     dense_out_norm: Tensor | None = None  # ... behind it ...
     routed_out_norm: Tensor | None = None  # ... and behind the experts' sum
     output_scale: Tensor | None = None  # [1]
+    cross: CrossWeights | None = None
+    closing_norm: Tensor | None = None  # behind an encoder's last layer
 
 
 class Trunk(NamedTuple):
@@ -43,6 +54,7 @@ class Trunk(NamedTuple):
     embed: LinearWeight | None  # [V, D]
     final_norm: Tensor | None  # [D] float32
     head: LinearWeight | None  # [V, D]
+    encoder_embed: LinearWeight | None = None  # [V, D], if an encoder embeds by a table of its own
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from edge_runtime.model.spec import ModelSpec, RopeSpec
 
-RopeKey = tuple[RopeSpec, int]
+RopeKey = tuple[RopeSpec | None, int]
 """What makes tables differ: the settings and the width they turn."""
 
 
@@ -25,8 +25,10 @@ def rope_table_bytes(spec: ModelSpec, num_positions: int) -> int:
     return sum(2 * num_positions * (width // 2) * 4 for _, width in rope_keys(spec))
 
 
-def rope_table(rope: RopeSpec, width: int, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [num_positions, width / 2] float32, the attention factor included."""
+def rope_table(rope: RopeSpec | None, width: int, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [num_positions, width / 2] float32, the attention factor included; no columns without rope."""
+    if rope is None:
+        return torch.empty(num_positions, 0), torch.empty(num_positions, 0)
     angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope, width)
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
 

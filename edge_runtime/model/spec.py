@@ -50,6 +50,17 @@ class RopeSpec(msgspec.Struct, frozen=True):
     """Pairs are neighbours (2i, 2i + 1) and not halves (i, i + P/2)."""
 
 
+class RelativeBias(msgspec.Struct, frozen=True):
+    """A learned number per head and distance that is added to the scores: near distances one by one, far ones in bins."""
+
+    num_buckets: int
+    """Distances that are told apart."""
+    max_distance: int
+    """Tokens; from here on all distances are one."""
+    both_ways: bool
+    """Tokens behind a row are told apart from those before it, as an encoder sees both."""
+
+
 class LatentSpec(msgspec.Struct, frozen=True):
     """Latent attention: keys and values of all heads are rebuilt from one short vector per token (MLA)."""
 
@@ -76,8 +87,10 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     """P, width of a head of queries and keys; need not be D / H."""
     scale: float
     """Scores times this before the softmax."""
-    rope: RopeSpec
-    """How positions turn queries and keys."""
+    rope: RopeSpec | None
+    """How positions turn queries and keys; None if they do not."""
+    relative_bias: RelativeBias | None = None
+    """What distances add to the scores."""
     latent: LatentSpec | None = None
     """There if keys and values are rebuilt from a latent."""
     qk_norm: Literal["none", "head", "projection"] = "none"
@@ -116,7 +129,14 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     @property
     def rotary_width(self) -> int:
         """Width of the part of a head that rope sees."""
+        if self.rope is None:
+            return 0
         return self.head_width - (self.latent.plain_width if self.latent else 0)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the pairs that rope turns are neighbours."""
+        return self.rope is not None and self.rope.interleaved
 
     @property
     def mixed_width(self) -> int:
@@ -150,7 +170,7 @@ class GateSpec(msgspec.Struct, frozen=True):
     has_expert_scale: bool = False
     """Each expert's weight times a learned number."""
     capacity: int | None = None
-    """An expert takes at most this many tokens of a sequence; the others get none."""
+    """An expert takes at most this many tokens of an encoder's sequence; the others get none. See `encoder_decoder`."""
 
     @property
     def weights_sum_to_one(self) -> bool:
@@ -175,7 +195,7 @@ class ExpertSpec(msgspec.Struct, frozen=True):
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
-    """One decoder layer."""
+    """One layer."""
 
     attention: AttentionSpec
     kind: Literal["dense", "moe"]
@@ -193,13 +213,21 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """What attention and feed-forward give is normed before it is added to the residual."""
     output_scale: bool = False
     """The residual behind the layer times a learned number."""
+    cross_attention: bool = False
+    """Behind its own attention the layer attends to what the encoder gave."""
+    closing_norm: bool = False
+    """The residual behind the layer is normed: the end of an encoder."""
 
 
 class EncoderSpec(msgspec.Struct, frozen=True):
-    """The encoder of an encoder-decoder model."""
+    """The encoder of an encoder-decoder model: the first of the model's layers."""
 
-    layers: tuple[LayerSpec, ...]
-    num_relative_buckets: int
+    num_layers: int
+    """Layers of the encoder; those behind them are the decoder's."""
+    start_token_id: int
+    """The token that every answer is taken to begin with."""
+    own_embedding: bool = False
+    """The encoder embeds by another table than the decoder."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
@@ -221,6 +249,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """The embedding's rows times this."""
     logit_soft_cap: float | None = None
     """Logits pass `cap * tanh(logit / cap)`."""
+    head_scale: float = 1.0
+    """What the final norm gives times this is what the head reads."""
     encoder: EncoderSpec | None = None
 
     @property
@@ -246,7 +276,6 @@ def unsupported(spec: ModelSpec) -> list[str]:
         if value not in allowed:
             faults.append(f"{where}{name} {value!r}")
 
-    allow("", "encoder", spec.encoder and "present", None)
     routed = set()
     for index, layer in enumerate(spec.layers):
         where = f"layer {index}: "
@@ -261,12 +290,39 @@ def unsupported(spec: ModelSpec) -> list[str]:
             allow(where, "keys and values of another shape shared with layer", None if same else index, None)
         for expert in (layer.ffn, layer.shared, layer.parallel_dense):
             if expert is not None:
-                allow(where, "activation", expert.activation, "swiglu", "geglu_tanh", "clamped_swiglu")
+                allow(
+                    where, "activation", expert.activation, "swiglu", "geglu_tanh", "clamped_swiglu", "relu"
+                )
         if layer.shared is not None and layer.parallel_dense is not None:
             faults.append(f"{where}a shared expert beside a parallel dense MLP")
         if gate is not None:
             routed.add((gate, layer.ffn))
-            allow(where, "expert capacity", gate.capacity, None)
+            if spec.encoder is None:
+                allow(where, "expert capacity", gate.capacity, None)
+        if spec.encoder is None:
+            allow(where, "relative bias", attention.relative_bias and "present", None)
+        elif layer != _plain(layer):
+            faults.append(f"{where}more than a relative bias beside an encoder")
     if len(routed) > 1:
         faults.append(f"layers with {len(routed)} different gates or experts")
     return faults
+
+
+def _plain(layer: LayerSpec) -> LayerSpec:
+    """The layer with nothing but what an encoder-decoder runs."""
+    attention = layer.attention
+    return LayerSpec(
+        attention=AttentionSpec(
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_heads,
+            head_width=attention.head_width,
+            scale=attention.scale,
+            rope=None,
+            relative_bias=attention.relative_bias or RelativeBias(0, 0, False),
+        ),
+        kind=layer.kind,
+        ffn=layer.ffn,
+        gate=layer.gate,
+        cross_attention=layer.cross_attention,
+        closing_norm=layer.closing_norm,
+    )

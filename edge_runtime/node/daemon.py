@@ -421,6 +421,7 @@ class NodeDaemon:
                 vocab_size=settings.vocab_size,
                 context_tokens=settings.context_tokens,
                 now=self._clock.now(),
+                encoder=self._checkpoint.spec.encoder,
             )
         except RequestError as error:
             self._send(Failed(request_id, "user", "request", str(error), node=self._node.name))

@@ -6,19 +6,37 @@ Pure. Knows the tokenizer; no socket, no engine.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from edge_runtime.cache.block_pool import BLOCK_TOKENS
 from edge_runtime.engine.engine import Ended, Output
-from edge_runtime.engine.request import FinishReason, Request, check_params, check_prompt, read_params
+from edge_runtime.engine.request import (
+    FinishReason,
+    Request,
+    check_params,
+    check_prompt,
+    encoder_prompt,
+    read_params,
+)
 from edge_runtime.errors import RequestError
 from edge_runtime.model import sampling
+from edge_runtime.model.spec import EncoderSpec
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.answers import AnswerStream
 from edge_runtime.protocol import Failed, Finished, Generate, Timing, TokenLogprobs, Tokens
 
 
 def make_request(
-    generate: Generate, tokenizer: Tokenizer, *, vocab_size: int, context_tokens: int, now: float
+    generate: Generate,
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    context_tokens: int,
+    now: float,
+    encoder: EncoderSpec | None = None,
 ) -> Request:
-    """Tokenise and check. Raises RequestError with one sentence for whatever is the user's to mend."""
+    """Tokenise and check. Raises RequestError with one sentence for whatever is the user's to mend.
+
+    encoder  of an encoder-decoder model: the prompt is what it reads
+    """
     given = [generate.prompt, generate.messages, generate.prompt_ids]
     if sum(part is not None for part in given) != 1:
         raise RequestError("a request has exactly one of prompt, messages and prompt_ids")
@@ -34,11 +52,21 @@ def make_request(
     check_params(params, vocab_size)
     if params.seed is None:
         raise RequestError("a request needs a seed; the coordinator draws one where the client gives none")
-    check_prompt(prompt_ids, vocab_size, context_tokens)
+    check_prompt(prompt_ids, vocab_size, context_tokens - (BLOCK_TOKENS if encoder else 0))
     if generate.output_ids and not 0 <= min(generate.output_ids) <= max(generate.output_ids) < vocab_size:
         raise RequestError(f"the answer so far has token ids outside 0 to {vocab_size - 1}")
+    encoder_tokens = 0
+    if encoder is not None:
+        encoder_tokens = len(prompt_ids)
+        prompt_ids = encoder_prompt(prompt_ids, encoder.start_token_id)
     return Request(
-        generate.request_id, prompt_ids, params, now, salt=generate.salt, output_ids=generate.output_ids
+        generate.request_id,
+        prompt_ids,
+        params,
+        now,
+        salt=generate.salt,
+        output_ids=generate.output_ids,
+        encoder_tokens=encoder_tokens,
     )
 
 
@@ -110,7 +138,7 @@ class HomeRequest:
             Finished(
                 request_id=request_id,
                 finish_reason=reason,
-                prompt_tokens=len(ended.request.prompt_ids),
+                prompt_tokens=ended.request.num_prompt_tokens,
                 completion_tokens=self.stream.num_tokens,
                 cached_tokens=ended.request.num_cached,
                 timing=_timing(ended, self.stream.num_tokens),

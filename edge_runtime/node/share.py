@@ -21,7 +21,7 @@ from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
 from edge_runtime.errors import EdgeError, Refusal
 from edge_runtime.model.build import add_experts, empty_store, load_trunk, trunk_names
 from edge_runtime.model.checkpoint import Checkpoint
-from edge_runtime.model.decoder import Decoder
+from edge_runtime.model.encoder_decoder import decoder_of
 from edge_runtime.model.layers import Trunk
 from edge_runtime.model.moe import ExpertStore
 from edge_runtime.model.sampling import Sampler
@@ -203,7 +203,7 @@ def load_share(
         )
         pages = KVPages(share.kv_blocks, spec.kv_shapes(share.first_layer, share.last_layer))
         runner = Runner(
-            decoder=Decoder(spec, trunk, pages, max_rows=settings.max_batch_rows),
+            decoder=decoder_of(spec, trunk, pages, max_rows=settings.max_batch_rows),
             port=experts,
             table=RequestTable(settings.max_requests, settings.context_tokens),
             clock=clock,

@@ -74,6 +74,7 @@ head_norm_rope = _native.head_norm_rope
 soft_cap = _native.soft_cap
 kv_write = _native.kv_write
 paged_attention = _native.paged_attention
+biased_attention = _native.biased_attention
 gate_topk = _native.gate_topk
 grouped_ffn = _native.grouped_ffn
 combine = _native.combine

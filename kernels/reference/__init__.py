@@ -10,7 +10,7 @@ from kernels.reference.gate_topk import gate_topk
 from kernels.reference.grouped_ffn import grouped_ffn, new_bank, pack_expert
 from kernels.reference.kv_blocks import kv_copy, kv_write
 from kernels.reference.linear import embed, linear, linear_heads, new_heads, pack_rows
-from kernels.reference.paged_attention import paged_attention
+from kernels.reference.paged_attention import biased_attention, paged_attention
 from kernels.reference.rms_norm import rms_norm, soft_cap
 from kernels.reference.rope import head_norm_rope
 
@@ -31,6 +31,7 @@ __all__ = [
     "CHECKS",
     "FORMATS",
     "NAME",
+    "biased_attention",
     "combine",
     "dispatch",
     "embed",

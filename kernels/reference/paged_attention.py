@@ -1,4 +1,4 @@
-"""paged_attention: causal attention of rows over their requests' blocks."""
+"""paged_attention and biased_attention: attention of rows over their requests' blocks."""
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ def paged_attention(
     sinks: Tensor | None,
     soft_cap: float | None,
     out: Tensor,
+    bias: Tensor | None = None,
+    own_position: Tensor | None = None,
 ) -> None:
     """Let row t attend to positions 0..row_position[t] of request row_request[t], prefill and decode rows alike.
 
@@ -55,6 +57,8 @@ def paged_attention(
             keys = k_pages[blocks, g].permute(0, 2, 1).reshape(-1, q.shape[2])[:length]
             values = v_pages[blocks, g].reshape(-1, v_pages.shape[3])[first:length]
             scores = chain(q[t, h][None], keys)[0] * scale
+            if bias is not None and own_position is not None:
+                scores = scores + bias[h, bias_columns(bias, own_position[t], torch.arange(length))]
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
             top = scores[first:].max() if sinks is None else torch.maximum(scores[first:].max(), sinks[h])
@@ -64,3 +68,31 @@ def paged_attention(
             if sinks is not None:
                 total = total + torch.exp(sinks[h] - top)
             out[t, h] = chain(unnormalised[None, first:], values.T)[0] / total
+
+
+def biased_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    row_request: Tensor,
+    row_position: Tensor,
+    scale: float,
+    bias: Tensor,
+    own_position: Tensor,
+    out: Tensor,
+) -> None:
+    """Like `paged_attention`, with a number per head and distance added to the scaled scores.
+
+    row_position  [T]           int32, the last position that a row sees
+    bias          [H, 2 m + 1]  float32: column m + d for a position d behind the row's own; beyond m, that of m
+    own_position  [T]           int32, where the row itself stands, before or behind what it sees
+    """
+    rows = block_tables, row_request, row_position, scale, None, None, None, out
+    paged_attention(q, k_pages, v_pages, *rows, bias, own_position)
+
+
+def bias_columns(bias: Tensor, own_position: Tensor, positions: Tensor) -> Tensor:
+    """The column of `bias` for each of `positions`, seen from `own_position`; int64, broadcast."""
+    most = bias.shape[1] // 2
+    return (positions - own_position).clamp(-most, most).long() + most

@@ -9,6 +9,7 @@ from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.tokenizer import Tokenizer
 from tests.support.clusters import MODEL, LocalCluster, write_topology
 from tests.support.decoders import Sequences
+from tests.support.encoder_decoders import Seq2SeqReference, write_tiny_switch
 from tests.support.tiny_models import write_tiny
 
 pytestmark = pytest.mark.timeout(240)
@@ -46,9 +47,14 @@ memory = "400 MiB"
 def write_model(family: str, folder: Path) -> Path:
     """A tiny model that reads and writes the demo model's tokens."""
     write_tiny(family, folder, vocab_size=8192, max_position_embeddings=256)
+    copy_tokens(folder)
+    return folder
+
+
+def copy_tokens(folder: Path) -> None:
+    """Give a model the demo model's tokens."""
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(MODEL / name, folder / name)
-    return folder
 
 
 def greedy(folder: Path, prompt: str) -> list[int]:
@@ -80,3 +86,22 @@ def test_eight_nodes_answer_as_one_process_does(family: str, tmp_path: Path) -> 
         assert found == greedy(folder, prompt)
         assert answer["bill"]["exact_here"] == 0, "every routed expert is on another node"
         assert sum(node["expert_slots"] > 0 for node in answer["nodes"].values()) >= 4
+
+
+def test_eight_nodes_answer_with_an_encoder_decoder_as_generate_of_transformers_does(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    # As many layers in both halves: with more in the decoder, generate of transformers 5.24 falls over its own cache.
+    write_tiny_switch(
+        folder, vocab_size=8192, num_decoder_layers=3, tie_word_embeddings=False, expert_capacity=3
+    )
+    copy_tokens(folder)
+    scenario = tmp_path / "family.toml"
+    hosts = (HOST.format(index=index, port=25552 + index) for index in range(7))
+    scenario.write_text(TOPOLOGY + "".join(hosts))
+    with LocalCluster(write_topology(tmp_path, scenario, model=folder)) as cluster:
+        answers = cluster.answers(PROMPTS, "--max-tokens", str(NUM_TOKENS), "--ignore-eos")
+    tokenizer, reference = Tokenizer.open(folder), Seq2SeqReference(folder)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer["token_ids"] == reference.greedy(tokenizer.encode(prompt), NUM_TOKENS)
+        assert answer["bill"]["exact_here"] == 0, "every routed expert is on another node"
+        assert sum(node["expert_slots"] > 0 for node in answer["nodes"].values()) >= 2

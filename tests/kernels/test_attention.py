@@ -221,3 +221,57 @@ def test_copied_blocks_equal_their_sources_and_the_others_stay(backend, dtype):
                 torch.tensor([source], dtype=torch.int32),
                 torch.tensor([destination], dtype=torch.int32),
             )
+
+
+@pytest.mark.parametrize("H, G, P, Pv", [(4, 4, 16, 16), (6, 1, 20, 12), (12, 12, 64, 64)])
+@pytest.mark.parametrize("reach", [0, 3, 20, 200])
+def test_a_bias_by_distance_agrees_with_the_reference_and_its_formula(
+    backend, by_reference, random, make_pages, H, G, P, Pv, reach
+):
+    k_pages, v_pages, tables, plain = make_pages([50, 33, 7], G, P, Pv)
+    # (request, last position seen, own position): all of a sequence, the past alone, or from far outside.
+    places = [*((0, 49, t) for t in (0, 14, 16, 33, 49)), (1, 32, 32), (1, 3, 3), (2, 6, 0), (2, 6, 90)]
+    requests, seen, own = (torch.tensor(column, dtype=torch.int32) for column in zip(*places, strict=True))
+    q, bias = random(len(places), H, P), random(H, 2 * reach + 1)
+
+    def attend():
+        return ops.biased_attention(q, k_pages, v_pages, tables, requests, seen, 0.3, bias, own)
+
+    torch.testing.assert_close(attend(), by_reference(attend))
+    for t, (request, last, place) in enumerate(places):
+        k, v = (x[: last + 1].repeat_interleave(H // G, dim=1).double() for x in plain[request])
+        scores = torch.einsum("hp,nhp->hn", q[t].double(), k) * 0.3
+        distance = (torch.arange(last + 1) - place).clamp(-reach, reach)
+        weights = (scores + bias[:, distance + reach].double()).softmax(dim=-1)
+        expected = torch.einsum("hn,nhp->hp", weights, v).float()
+        torch.testing.assert_close(attend()[t], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bias_of_nothing_changes_no_bit(backend, random, make_pages):
+    k_pages, v_pages, tables, _ = make_pages([50, 33], 2, 16)
+    q, rows = random(4, 4, 16), rows_of((0, 49), (0, 3), (1, 32), (1, 16))
+    plain = ops.paged_attention(q, k_pages, v_pages, tables, *rows, 0.25)
+    nothing = torch.zeros(4, 9)
+    found = ops.biased_attention(q, k_pages, v_pages, tables, *rows, 0.25, nothing, rows[1])
+    assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("bias", {"bias": torch.zeros(4, 8)}),
+        ("bias", {"bias": torch.zeros(3, 9)}),
+        ("bias", {"bias": torch.zeros(4, 9, dtype=torch.float64)}),
+        ("own_position", {"own_position": torch.zeros(3, dtype=torch.int32)}),
+        ("own_position", {"own_position": torch.zeros(2, dtype=torch.int64)}),
+        ("row_position", {"row_position": torch.zeros(3, dtype=torch.int32)}),
+    ],
+)
+def test_a_bias_that_does_not_fit_is_refused_by_name(backend, random, make_pages, name, changes):
+    k_pages, v_pages, tables, _ = make_pages([20, 9], 2, 16)
+    rows = rows_of((0, 19), (1, 8))
+    given = {"q": random(2, 4, 16), "k_pages": k_pages, "v_pages": v_pages, "block_tables": tables}
+    given |= {"row_request": rows[0], "row_position": rows[1], "scale": 1.0, "own_position": rows[1]}
+    given |= {"bias": torch.zeros(4, 9), "out": torch.empty(2, 4, 16)}
+    with pytest.raises(ValueError, match=f"^{name}: found"):
+        ops.biased_attention(**(given | changes))

@@ -67,6 +67,29 @@ def test_an_attention_row_is_the_same_in_any_batch(backend, random, make_pages, 
             assert all(torch.equal(out[place], alone) for place in (batch == row).nonzero().flatten())
 
 
+@pytest.mark.parametrize("H, P", [(4, 64), (5, 20)])
+def test_a_row_with_a_bias_by_distance_is_the_same_in_any_batch(backend, random, make_pages, H, P):
+    lengths = [90, 5, 33, 64]
+    k_pages, v_pages, tables, _ = make_pages(lengths, H, P)
+    rows = [(request, place) for request, n in enumerate(lengths) for place in range(n)]
+    where = torch.tensor(rows, dtype=torch.int32)
+    last = torch.tensor(lengths, dtype=torch.int32) - 1
+    q, bias = random(len(rows), H, P), random(H, 41)
+
+    def attend(batch):
+        request, place = where[batch].T.contiguous()
+        seen = torch.where(batch % 2 == 0, last[request], place).int()  # all of the sequence, or the past
+        return ops.biased_attention(q[batch], k_pages, v_pages, tables, request, seen, 0.3, bias, place)
+
+    together = attend(torch.arange(len(rows)))
+    for row in range(0, len(rows), 17):
+        alone = attend(torch.tensor([row]))[0]
+        assert torch.equal(together[row], alone)
+        for batch in batches_around(row, len(rows), random):
+            out = attend(batch)
+            assert all(torch.equal(out[place], alone) for place in (batch == row).nonzero().flatten())
+
+
 def test_norms_gates_and_sums_are_the_same_in_any_batch(backend, random):
     x, weight, logits, hidden = random(40, 100), random(100), random(40, 21), random(40, 100)
     slots, gate_weights = random.integers(41, (40, 3)) - 1, random(40, 3)
@@ -151,6 +174,17 @@ def test_attention_has_the_same_bits_on_every_isa(on_every_isa, random, make_pag
             lambda: ops.paged_attention(q, k_pages, v_pages, tables, request, position, 0.3, **extras)
         )
     )
+
+
+@pytest.mark.parametrize("reach", [4, 64])
+def test_attention_with_a_bias_has_the_same_bits_on_every_isa(on_every_isa, random, make_pages, reach):
+    k_pages, v_pages, tables, _ = make_pages([50, 7], 6, 20)
+    request = torch.tensor([0] * 20 + [1, 0, 1], dtype=torch.int32)
+    seen = torch.tensor([*[49] * 10, *range(10, 20), 6, 49, 0], dtype=torch.int32)
+    own = torch.tensor([*range(20), 6, 30, 0], dtype=torch.int32)
+    q, bias = random(23, 6, 20, scale=3.0), random(6, 2 * reach + 1)
+    rows = k_pages, v_pages, tables, request, seen, 0.3, bias, own
+    assert_same_bits(on_every_isa(lambda: ops.biased_attention(q, *rows)))
 
 
 def test_norms_gates_and_sums_have_the_same_bits_on_every_isa(on_every_isa, random):
@@ -263,6 +297,16 @@ def test_attention_has_the_same_bits_on_any_number_of_threads(on_any_threads, ra
     assert_same_bits(
         on_any_threads(lambda: ops.paged_attention(q, k_pages, v_pages, tables, request, position, 0.125))
     )
+
+
+def test_attention_with_a_bias_has_the_same_bits_on_any_number_of_threads(on_any_threads, random, make_pages):
+    k_pages, v_pages, tables, _ = make_pages([300, 30], 4, 64)
+    request = torch.tensor([0] * 300 + [1] * 30, dtype=torch.int32)
+    own = torch.tensor([*range(300), *range(30)], dtype=torch.int32)
+    seen = torch.tensor([299] * 300 + [29] * 30, dtype=torch.int32)
+    q, bias = random(330, 4, 64), random(4, 257)
+    rows = k_pages, v_pages, tables, request, seen, 0.125, bias, own
+    assert_same_bits(on_any_threads(lambda: ops.biased_attention(q, *rows)))
 
 
 def test_two_callers_share_the_threads_without_mixing_results(native, random):

@@ -19,7 +19,7 @@ from edge_runtime.engine.runner import HostedExperts, Runner, StagedRunner
 from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
 from edge_runtime.model.build import load_experts, load_trunk
 from edge_runtime.model.checkpoint import Checkpoint
-from edge_runtime.model.decoder import Decoder
+from edge_runtime.model.encoder_decoder import decoder_of
 from edge_runtime.model.layers import Trunk
 from edge_runtime.model.moe import Beside, ExpertStore, Missing
 from edge_runtime.model.sampling import Sampler
@@ -116,7 +116,7 @@ def engine_of(
     stages = []
     for first, last in pairwise([0, *cuts, spec.num_layers]):
         pages = KVPages(num_blocks, spec.kv_shapes(first, last))
-        decoder = Decoder(spec, whole.trunk(first, last), pages, max_rows=max_rows)
+        decoder = decoder_of(spec, whole.trunk(first, last), pages, max_rows=max_rows)
         table = RequestTable(max_running, context_tokens)
         stages.append(Runner(decoder, port or placed_experts(whole), table, clock))
     settings = SchedulerSettings(

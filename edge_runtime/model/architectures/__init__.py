@@ -12,6 +12,7 @@ from edge_runtime.model.architectures import (
     olmoe,
     qwen2_moe,
     qwen3_moe,
+    switch_transformers,
 )
 from edge_runtime.model.architectures.config_reader import ConfigReader, Quantisation
 from edge_runtime.model.architectures.table import TensorTable
@@ -26,6 +27,7 @@ FAMILIES = {
     "olmoe": olmoe,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
+    "switch_transformers": switch_transformers,
 }
 
 
@@ -48,7 +50,10 @@ def read_model(
     if faults := unsupported(spec):
         raise ConfigError(f"{source}: this {name} model needs what cannot be run yet: {'; '.join(faults)}")
     ignored = family.ignored(spec) if hasattr(family, "ignored") else ()
-    return spec, TensorTable(spec, family.TENSORS, ignored=ignored), quantisation
+    rows = family.tensors(spec) if hasattr(family, "tensors") else family.TENSORS
+    encoder_rows = getattr(family, "ENCODER_TENSORS", None)
+    table = TensorTable(spec, rows, encoder_rows=encoder_rows, ignored=ignored)
+    return spec, table, quantisation
 
 
 def _text_part(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:

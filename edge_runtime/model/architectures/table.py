@@ -79,11 +79,14 @@ class TensorTable:
     layers. Until `bind` says which tensors exist, the first way of storing a role stands.
     """
 
-    def __init__(self, spec: ModelSpec, rows: Rows, *, ignored: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, spec: ModelSpec, rows: Rows, *, encoder_rows: Rows | None = None, ignored: tuple[str, ...] = ()
+    ) -> None:
+        """encoder_rows: how the layers of an encoder are stored; `{layer}` counts from 0 in each half."""
         self._spec = spec
-        self._rows: dict[str, tuple[TableRow, ...]] = {
-            role: (row,) if isinstance(row, TableRow) else row for role, row in rows.items()
-        }
+        self._rows = _as_tuples(rows)
+        self._encoder_rows = _as_tuples(encoder_rows or {})
+        self._encoder_layers = spec.encoder.num_layers if spec.encoder else 0
         self._ignored = ignored
         self._present: Collection[str] = ()
 
@@ -97,18 +100,20 @@ class TensorTable:
 
     def part(self, role: str, layer: int | None = None, expert: int | None = None) -> Part:
         """Where a role lies."""
-        rows = self._rows[role]
+        in_encoder = layer is not None and layer < self._encoder_layers
+        rows = self._encoder_rows[role] if in_encoder else self._rows[role]
+        number = layer if layer is None or in_encoder else layer - self._encoder_layers
         found = rows[0]
         if len(rows) > 1:
             for row in rows:
-                name = row.name.format(layer=layer, expert=expert)
+                name = row.name.format(layer=number, expert=expert)
                 if (f"{name}_blocks" if row.mxfp4 else name) in self._present:
                     found = row
                     break
         stacks = expert is not None and "{expert}" not in found.name
         return Part(
             role,
-            found.name.format(layer=layer, expert=expert),
+            found.name.format(layer=number, expert=expert),
             self._shape(found, role, layer),
             expert if stacks else None,
             found.take,
@@ -133,6 +138,8 @@ class TensorTable:
         """Every part of the model, the head included even if it may be tied."""
         for role in ("embed", "final_norm", "head"):
             yield self.part(role)
+        if self._spec.encoder is not None and self._spec.encoder.own_embedding:
+            yield self.part("encoder_embed")
         for layer, spec in enumerate(self._spec.layers):
             for role in self.trunk_roles(layer):
                 yield self.part(role, layer)
@@ -146,10 +153,17 @@ class TensorTable:
         return tuple(_value(term, letters) for term in row.shape)
 
 
-class Packing(NamedTuple):
-    """Roles that are kept together, and as what: one stacked matrix, one vector, one MLP, or a matrix per head."""
+def _as_tuples(rows: Rows) -> dict[str, tuple[TableRow, ...]]:
+    return {role: (row,) if isinstance(row, TableRow) else row for role, row in rows.items()}
 
-    kind: Literal["linear", "vector", "mlp", "heads"]
+
+class Packing(NamedTuple):
+    """Roles that are kept together, and as what.
+
+    One stacked matrix, one vector, one MLP, a matrix per head, or a learned number per distance.
+    """
+
+    kind: Literal["linear", "vector", "mlp", "heads", "relative_bias"]
     roles: tuple[str, ...]
 
 
@@ -161,6 +175,13 @@ def layer_packings(spec: LayerSpec) -> dict[str, Packing]:
         found["ffn_out_norm"] = Packing("vector", ("ffn_out_norm",))
     if spec.output_scale:
         found["output_scale"] = Packing("vector", ("output_scale",))
+    if spec.cross_attention:
+        found["cross_norm"] = Packing("vector", ("cross_norm",))
+        found["cross_q"] = Packing("linear", ("cross_q",))
+        found["cross_kv"] = Packing("linear", ("cross_k", "cross_v"))
+        found["cross_out"] = Packing("linear", ("cross_o",))
+    if spec.closing_norm:
+        found["closing_norm"] = Packing("vector", ("closing_norm",))
     found["post_norm"] = Packing("vector", ("post_norm",))
     if spec.gate is None:
         return found | {"dense": Packing("mlp", mlp_roles("dense", spec.ffn))}
@@ -199,6 +220,8 @@ def _attention_packings(spec: AttentionSpec) -> dict[str, Packing]:
             found["k_norm"] = Packing("vector", ("k_norm",))
     if spec.has_sinks:
         found["sinks"] = Packing("vector", ("sinks",))
+    if spec.relative_bias is not None:
+        found["relative_bias"] = Packing("relative_bias", ("relative_bias",))
     return found
 
 
@@ -236,6 +259,8 @@ def _letters(spec: ModelSpec, layer: LayerSpec | None, role: str) -> dict[str, i
     if latent is not None:
         letters |= {"C": latent.width, "A": latent.plain_width, "U": latent.value_width}
         letters |= {"Q": latent.query_rank or 0, "R": attention.rotary_width}
+    if attention.relative_bias is not None:
+        letters["B"] = attention.relative_bias.num_buckets
     letters["F"] = _mlp_width(layer, role)
     if layer.gate is not None:
         letters["E"] = layer.gate.num_experts

@@ -13,7 +13,7 @@ from kernels.cpu.fallback.gate_topk import gate_topk
 from kernels.cpu.fallback.grouped_ffn import grouped_ffn
 from kernels.cpu.fallback.kv_blocks import kv_copy, kv_write
 from kernels.cpu.fallback.linear import embed, linear, linear_heads
-from kernels.cpu.fallback.paged_attention import paged_attention
+from kernels.cpu.fallback.paged_attention import biased_attention, paged_attention
 from kernels.cpu.fallback.rms_norm import rms_norm, soft_cap
 from kernels.cpu.fallback.rope import head_norm_rope
 from kernels.packing import FORMATS as ALL_FORMATS
@@ -28,6 +28,7 @@ __all__ = [
     "CHECKS",
     "FORMATS",
     "NAME",
+    "biased_attention",
     "combine",
     "dispatch",
     "embed",

@@ -1,4 +1,4 @@
-"""paged_attention in plain torch. Defined by kernels.reference.paged_attention.
+"""paged_attention and biased_attention in plain torch. Defined by kernels.reference.paged_attention.
 
 Rows in tiles of 16, context in chunks of 4 blocks: every matrix product has the same shape for any batch and any context,
 and a chunk that a row does not see leaves its sums untouched.
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.fallback.tiles import ROWS, row_tiles, tanh, tree_sum, whole_tile
+from kernels.reference.paged_attention import bias_columns
 
 CHUNK_BLOCKS = 4
 CHUNK_TOKENS = CHUNK_BLOCKS * 16
@@ -25,6 +26,8 @@ def paged_attention(
     sinks: Tensor | None,
     soft_cap: float | None,
     out: Tensor,
+    bias: Tensor | None = None,
+    own_position: Tensor | None = None,
 ) -> None:
     M = block_tables.shape[1]
     begins = (
@@ -43,8 +46,26 @@ def paged_attention(
             scale,
             sinks,
             soft_cap,
+            bias,
+            None if own_position is None else whole_tile(own_position[rows]),
         )
         out[rows] = tile[: rows.stop - rows.start]
+
+
+def biased_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    row_request: Tensor,
+    row_position: Tensor,
+    scale: float,
+    bias: Tensor,
+    own_position: Tensor,
+    out: Tensor,
+) -> None:
+    rows = block_tables, row_request, row_position, scale, None, None, None, out
+    paged_attention(q, k_pages, v_pages, *rows, bias, own_position)
 
 
 def _check_rows(
@@ -73,6 +94,8 @@ def _attend(
     scale: float,
     sinks: Tensor | None,
     soft_cap: float | None,
+    bias: Tensor | None,
+    own_position: Tensor | None,
 ) -> Tensor:
     """One tile: q [16, H, P], blocks [16, M up to whole chunks], tokens begins [16] to lengths [16] (0: padding row)."""
     H, P = q.shape[1:]
@@ -87,6 +110,8 @@ def _attend(
         table = torch.where(seen.view(ROWS, CHUNK_BLOCKS, 16).any(dim=-1), table, 0)
         keys = k_pages[table].permute(0, 2, 3, 1, 4).reshape(ROWS * G, P, CHUNK_TOKENS)
         chunk = torch.bmm(grouped, keys).view(ROWS, H, CHUNK_TOKENS) * scale
+        if bias is not None and own_position is not None:
+            chunk = chunk + bias[:, bias_columns(bias, own_position[:, None], tokens)].transpose(0, 1)
         if soft_cap is not None:
             chunk = soft_cap * tanh(chunk / soft_cap)
         scores.append(chunk.masked_fill(~seen[:, None], -torch.inf))

@@ -100,14 +100,28 @@ inline V keep_seen(V v, int64_t t, int64_t begin, int64_t end, V other) {
     return v;
 }
 
+// What distances add to the scores of the 16 tokens from t on, for a row that stands at `own`: see biased_attention.
+inline V distance_bias(const float* bias, int64_t reach, int64_t t, int64_t own) {
+    if (t - own >= -reach && t + 15 - own <= reach) return load(bias + t - own + reach);
+    float lanes[16];
+    for (int64_t i = 0; i < 16; ++i) {
+        const int64_t distance = t + i - own;
+        lanes[i] = bias[reach + (distance < -reach ? -reach : distance > reach ? reach : distance)];
+    }
+    return load(lanes);
+}
+
 // scores -> unnormalised probabilities in place; returns their sum. Only the tokens [begin, end) are used and counted; a
 // token's lane is its place in its block, so that the sum does not depend on where the scores begin.
-float soften(float* scores, int64_t begin, int64_t end, const AttentionCall& call, int64_t head) {
+// With a bias the scores begin at position 0, since there is no window then.
+float soften(float* scores, int64_t begin, int64_t end, const AttentionCall& call, int64_t row, int64_t head) {
     const int64_t first = begin / 16 * 16;
     const V lowest = set1(-__builtin_inff()), scale = set1(call.scale), cap = set1(call.soft_cap);
     V most = lowest;
+    const float* bias = call.bias ? call.bias + head * (2 * call.bias_reach + 1) : nullptr;
     for (int64_t t = first; t < end; t += 16) {
         V s = mul(load(scores + t), scale);
+        if (bias) s = add(s, distance_bias(bias, call.bias_reach, t, call.own_position[row]));
         if (call.soft_cap > 0) s = mul(cap, tanh_lanes(div(s, cap)));
         s = keep_seen(s, t, begin, end, lowest);
         store(scores + t, s);
@@ -181,7 +195,7 @@ void attend(const AttentionCall& call, int64_t row, int64_t num_rows, int64_t g,
     float sums[MAX_ROWS];
     for (int i = 0; i < rows; ++i) {
         const int64_t r = row + i / num_heads;
-        sums[i] = soften(scores + i * blocks * 16, first_seen(call, r) - base, call.row_position[r] + 1 - base, call,
+        sums[i] = soften(scores + i * blocks * 16, first_seen(call, r) - base, call.row_position[r] + 1 - base, call, r,
                          head + i % num_heads);
     }
 

@@ -215,9 +215,10 @@ void check_tables(const AttentionCall& call) {
     }
 }
 
-bool call_paged_attention(py::handle q_, py::handle k_pages_, py::handle v_pages_, py::handle tables_,
-                          py::handle row_request_, py::handle row_position_, float scale, py::handle window_,
-                          py::handle sinks_, py::handle soft_cap_, py::handle out_) {
+bool run_paged_attention(py::handle q_, py::handle k_pages_, py::handle v_pages_, py::handle tables_,
+                         py::handle row_request_, py::handle row_position_, float scale, py::handle window_,
+                         py::handle sinks_, py::handle soft_cap_, py::handle bias_, py::handle own_position_,
+                         py::handle out_) {
     Argument q, tables, row_request, row_position, sinks, out;
     KvPages pages;
     if (!read(q_, q) || !read_pages(k_pages_, v_pages_, pages) || !read(tables_, tables) ||
@@ -231,16 +232,36 @@ bool call_paged_attention(py::handle q_, py::handle k_pages_, py::handle v_pages
     const int64_t window = window_.is_none() ? 0 : window_.cast<int64_t>();
     const float soft_cap = soft_cap_.is_none() ? 0.0f : soft_cap_.cast<float>();
     if ((window < 1 && !window_.is_none()) || (!(soft_cap > 0) && !soft_cap_.is_none())) return false;
+    Argument bias, own_position;
+    if (!bias_.is_none() &&
+        (!read(bias_, bias) || !bias.is_dense(FLOAT32, 2) || bias.shape[0] != H || bias.shape[1] % 2 == 0 ||
+         !read(own_position_, own_position) || !own_position.is_dense(INT32, 1) || own_position.shape[0] != T))
+        return false;
+    const int64_t reach = bias.ndim == 2 ? bias.shape[1] / 2 : 0;
     const int64_t B = tables.shape[0], M = tables.shape[1];
     const AttentionCall call{q.floats(), q.strides[0], q.strides[1], pages, tables.ints(), M, row_request.ints(),
                              row_position.ints(), scale, out.floats(), out.strides[0], out.strides[1], T, H,
-                             window, sinks.floats(), soft_cap};
+                             window, sinks.floats(), soft_cap, bias.floats(), reach, own_position.ints()};
     check_range("row_request", call.row_request, T, 0, B);
     check_range("row_position", call.row_position, T, 0, M * 16);
     check_tables(call);
     py::gil_scoped_release release;
     attention_in_parts(*active, call);
     return true;
+}
+
+bool call_paged_attention(py::handle q, py::handle k_pages, py::handle v_pages, py::handle tables,
+                          py::handle row_request, py::handle row_position, float scale, py::handle window,
+                          py::handle sinks, py::handle soft_cap, py::handle out) {
+    return run_paged_attention(q, k_pages, v_pages, tables, row_request, row_position, scale, window, sinks, soft_cap,
+                               py::none(), py::none(), out);
+}
+
+bool call_biased_attention(py::handle q, py::handle k_pages, py::handle v_pages, py::handle tables,
+                           py::handle row_request, py::handle row_position, float scale, py::handle bias,
+                           py::handle own_position, py::handle out) {
+    return !bias.is_none() && run_paged_attention(q, k_pages, v_pages, tables, row_request, row_position, scale,
+                                                  py::none(), py::none(), py::none(), bias, own_position, out);
 }
 
 // The fields of kernels.reference.gate_topk.GateRule, in order.
@@ -575,6 +596,7 @@ PYBIND11_MODULE(_native, m) {
     m.def("head_norm_rope", &call_head_norm_rope);
     m.def("kv_write", &call_kv_write);
     m.def("paged_attention", &call_paged_attention);
+    m.def("biased_attention", &call_biased_attention);
     m.def("gate_topk", &call_gate_topk);
     m.def("grouped_ffn", &call_grouped_ffn);
     m.def("combine", &call_combine);

@@ -67,6 +67,7 @@ inline void attention_in_parts(const Kernels& kernels, const AttentionCall& call
         mine.q += t0 * call.q_stride;
         mine.row_request += t0;
         mine.row_position += t0;
+        if (call.bias) mine.own_position += t0;
         mine.out += t0 * call.out_stride;
         mine.T = begin_of(call.T, parts, part + 1) - t0;
         kernels.paged_attention(mine);

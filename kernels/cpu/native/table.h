@@ -60,6 +60,9 @@ struct AttentionCall {
     int64_t window;      // last positions that a row sees, 0: all
     const float* sinks;  // [H] or null
     float soft_cap;      // 0: none
+    const float* bias;   // [H, 2 * bias_reach + 1] by distance, or null
+    int64_t bias_reach;
+    const int32_t* own_position;  // [T], what distances are counted from
 };
 
 enum Scores : int { SOFTMAX = 0, SOFTMAX_OF_TOP_K = 1, SIGMOID = 2 };

@@ -12,6 +12,7 @@ from edge_runtime.model.spec import (
     LatentSpec,
     LayerSpec,
     ModelSpec,
+    RelativeBias,
     RopeSpec,
     unsupported,
 )
@@ -86,7 +87,6 @@ def test_attention_that_cannot_run_is_named(attention, fault):
     [
         ({"gate": change(GATE, capacity=4)}, "expert capacity 4"),
         ({"gate": change(GATE, top_k=3)}, "2 different gates or experts"),
-        ({"ffn": ExpertSpec(width=48, activation="relu")}, "activation 'relu'"),
         ({"ffn": ExpertSpec(width=40)}, "2 different gates or experts"),
         (
             {"shared": ExpertSpec(width=48), "parallel_dense": ExpertSpec(width=48)},
@@ -99,9 +99,19 @@ def test_experts_that_cannot_run_are_named(fields, fault):
     assert any(fault in each for each in faults), faults
 
 
-def test_an_encoder_cannot_run_yet():
-    encoder = EncoderSpec(layers=(DENSE,), num_relative_buckets=32)
-    assert unsupported(change(MODEL, encoder=encoder)) == ["encoder 'present'"]
+def test_beside_an_encoder_attention_is_plain_with_a_relative_bias():
+    bias = RelativeBias(num_buckets=32, max_distance=128, both_ways=True)
+    plain = change(ATTENTION, num_kv_heads=ATTENTION.num_heads, qk_norm="none", rope=None, relative_bias=bias)
+    layer = change(DENSE, attention=plain)
+    model = change(MODEL, layers=(layer, change(layer, cross_attention=True)), encoder=EncoderSpec(1, 0))
+    assert unsupported(model) == []
+    assert unsupported(change(model, encoder=None)) == [
+        f"layer {index}: relative bias 'present'" for index in (0, 1)
+    ]
+    for changes in ({"window": 16}, {"rope": ATTENTION.rope}, {"relative_bias": None}, {"qk_norm": "head"}):
+        wrong = change(layer, attention=change(plain, **changes))
+        faults = unsupported(change(model, layers=(wrong, layer)))
+        assert faults == ["layer 0: more than a relative bias beside an encoder"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 
 from edge_runtime.engine.engine import Ended, Output
 from edge_runtime.errors import RequestError
+from edge_runtime.model.spec import EncoderSpec
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.answers import AnswerStream
 from edge_runtime.node.requests import HomeRequest, make_request
@@ -114,3 +115,17 @@ def test_a_failure_says_whose_it_is(tokenizer):
     assert failed == Failed("r", "cluster", "experts", "no living node holds it", node="n1")
     [failed], _ = home.take(Output("r", None, None, Ended(home.request, "error", "too long", 1.0, True)))
     assert (failed.kind, failed.reason) == ("user", "request")
+
+
+def test_with_an_encoder_the_prompt_is_what_it_reads_and_the_answer_begins_behind_whole_blocks(tokenizer):
+    encoder = EncoderSpec(num_layers=3, start_token_id=7)
+    given = {"vocab_size": 8192, "context_tokens": 512, "now": 0.0, "encoder": encoder}
+    for count in (1, 15, 16, 17):
+        ids = list(range(20, 20 + count))
+        request = make_request(Generate("r", prompt_ids=ids, sampling=SAMPLING), tokenizer, **given)
+        assert request.prompt_ids[:count] == ids and set(request.prompt_ids[count:]) == {7}
+        assert len(request.prompt_ids) % 16 == 1 and request.encoder_end == len(request.prompt_ids) - 1
+        assert request.num_prompt_tokens == request.encoder_tokens == count
+    make_request(Generate("r", prompt_ids=[1] * 495, sampling=SAMPLING), tokenizer, **given)
+    with pytest.raises(RequestError, match="496 tokens but the context holds 496"):
+        make_request(Generate("r", prompt_ids=[1] * 496, sampling=SAMPLING), tokenizer, **given)

@@ -274,6 +274,8 @@ def test_latent_attention_scales_scores_by_yarns_factor_twice():
 
 
 def test_an_unsupported_family_names_the_supported_ones():
-    with pytest.raises(ConfigError, match="'gpt2' is not supported; supported are deepseek_v2, .*qwen3_moe"):
+    with pytest.raises(
+        ConfigError, match="'gpt2' is not supported; supported are deepseek_v2, .*switch_transformers"
+    ):
         read_model({"model_type": "gpt2"})
-    assert len(FAMILIES) == 8  # gemma4 by two names
+    assert len(FAMILIES) == 9  # gemma4 by two names
