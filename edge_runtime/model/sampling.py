@@ -56,6 +56,9 @@ class SampledRequest(Protocol):
     def params(self) -> SamplingOptions: ...
     @property
     def tokens(self) -> Sequence[int]: ...
+    @property
+    def encoder_end(self) -> int:
+        """Leading tokens that an encoder reads: the answer repeats none of them."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -220,7 +223,7 @@ class Sampler:
         for row in bad_rows:
             scores[row] = 0
         for row in prepared.penalised:
-            seen = torch.tensor(requests[row].tokens, dtype=torch.int64)
+            seen = torch.tensor(requests[row].tokens[requests[row].encoder_end :], dtype=torch.int64)
             penalty = min(
                 max(prepared.params[row].repetition_penalty, 1e-30), 1e30
             )  # stays finite in float32

@@ -33,6 +33,7 @@ class Options:
 class Row:
     params: Options
     tokens: list[int] = field(default_factory=lambda: [0])
+    encoder_end: int = 0
 
 
 def row(tokens: list[int] | None = None, **options: object) -> Row:
@@ -117,6 +118,14 @@ def test_a_repetition_penalty_makes_seen_tokens_less_likely_whatever_their_sign(
     before = logits.clone()
     assert sample(logits, *rows).token_ids.tolist() == [1, 1]
     assert torch.equal(logits, before)
+
+
+def test_what_an_encoder_read_is_not_penalised():
+    logits = torch.tensor([[3.0, 2.5, 2.0]])
+    read = row(tokens=[0] * 16 + [1], repetition_penalty=2.0)
+    assert sample(logits, read).token_ids.tolist() == [2]
+    read.encoder_end = 16
+    assert sample(logits, read).token_ids.tolist() == [0]
 
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e300])
