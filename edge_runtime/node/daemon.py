@@ -23,6 +23,7 @@ from edge_runtime.node.answers import AnswerStream
 from edge_runtime.node.expert_service import ExpertService, Residents
 from edge_runtime.node.report import node_report
 from edge_runtime.node.requests import HomeRequest, make_request
+from edge_runtime.node.resident import give_back
 from edge_runtime.node.share import LoadedShare, ShareLoader, load_share, num_experts, share_digest
 from edge_runtime.protocol import (
     Abort,
@@ -306,6 +307,7 @@ class NodeDaemon:
         old = self._shares.get(share.epoch)
         self._shares[share.epoch] = share
         self._publish()
+        give_back()
         rss = psutil.Process().memory_info().rss
         log.info(
             "epoch %d: %d experts, %.1f MB of weights, %.0f MB resident, %.0f MB planned",
