@@ -560,16 +560,16 @@ def keys_new(names: tuple[str, ...], topology: Path | None, folder: Path | None)
     """Make a key pair for each of NAMES; without NAMES for coordinator, client and every node of the file."""
     from edge_runtime.transport.keys import new_keys
 
-    names_no_folder = False
+    is_unused = False
     if not names or folder is None:
         cluster = read_cluster(resolve_topology_path(topology))
-        names_no_folder = cluster.keys is None
+        is_unused = cluster.keys is None
         names = names or ("coordinator", "client", *cluster.node_names)
         folder = folder or Path(cluster.keys or Path(cluster.source).parent / "keys")
     for path in new_keys(folder, names):
         click.echo(str(path))
     _say("copy *.key to every machine; NAME.key_secret belongs on NAME's machine alone")
-    if names_no_folder:
+    if is_unused:
         _say(f'they are not used yet: write keys = "{folder.name}" in [cluster] of {cluster.source}')
 
 

@@ -40,8 +40,3 @@ class ManualClock:
         if seconds < 0:
             raise ValueError(f"time cannot go back by {-seconds} s")
         self._now += seconds
-
-
-def wall_time_s() -> float:
-    """Seconds since the epoch, for log lines and reports only; no decision uses it."""
-    return time.time()

@@ -148,10 +148,6 @@ class Tokenizer:
         """A detokenizer for one answer."""
         return IncrementalDetokenizer(self.decode)
 
-    def token_text(self, token_id: int) -> str:
-        """One id's text on its own, special tokens included; for logprobs."""
-        return self._backend.decode([token_id], skip_special_tokens=False)
-
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
