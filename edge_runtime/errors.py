@@ -30,6 +30,10 @@ class CheckpointError(UserError):
     """A model folder is wrong; names file and tensor, expected and found."""
 
 
+class ArtifactError(UserError):
+    """A calibration artifact is not what is needed; says which, what was found and expected, and what to do."""
+
+
 class RequestError(UserError):
     """A prompt or a request's options cannot be served; says the limit and the value."""
 
