@@ -1,4 +1,4 @@
-"""The coordinator: one socket for nodes and clients. Carries out what `state`, `route` and `streams` decide."""
+"""The coordinator: one socket for nodes and clients. Carries out what `state`, `routing` and `streams` decide."""
 
 import logging
 import os
@@ -15,7 +15,6 @@ from edge_runtime.coordinator import state as states
 from edge_runtime.coordinator.deploy import deploy_for, experts_without_host, refuse_unchangeable
 from edge_runtime.coordinator.outbox import Outbox
 from edge_runtime.coordinator.preview import preview_of
-from edge_runtime.coordinator.route import HomeLoad, choose_home
 from edge_runtime.coordinator.status import status_body
 from edge_runtime.coordinator.streams import Delivery, Streams
 from edge_runtime.errors import ConfigError, Refusal
@@ -54,6 +53,7 @@ from edge_runtime.protocol import (
     Welcome,
     refuse_mismatch,
 )
+from edge_runtime.routing.base import HomeLoad, choose_home
 from edge_runtime.transport.endpoint import Sent, Server
 from edge_runtime.transport.keys import Keys
 from topology.cluster import DECODE, Cluster

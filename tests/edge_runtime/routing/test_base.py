@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_runtime.coordinator.route import HomeLoad, choose_home, pressure
+from edge_runtime.routing.base import HomeLoad, choose_home, pressure
 
 loads = st.builds(
     HomeLoad,

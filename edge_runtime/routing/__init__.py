@@ -1,0 +1,1 @@
+"""Which worker a request goes to: prefill by its first bytes, decode by the experts that its prompt used."""
