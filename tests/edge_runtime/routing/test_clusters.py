@@ -59,7 +59,7 @@ def test_copies_of_few_signatures_still_fill_every_cluster():
     [
         (np.eye(3), "3 calibration signatures cannot make 4 clusters"),
         (np.zeros((8, 3)), "8 of 8 calibration signatures are empty"),
-        (np.concatenate([np.eye(7), np.zeros((1, 7))]), "1 of 8 .* the first is number 7"),
+        (np.concatenate([np.eye(7), np.zeros((1, 7))]), "1 of 8 .*the first is number 7"),
         (np.tile([0.6, 0.8], (8, 1)), "all 8 calibration signatures are the same"),
         (np.full((8, 3), np.nan), "not finite"),
     ],
