@@ -18,12 +18,13 @@ from kernels.packing import KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_
 from kernels.reference.combine import experts_by
 from kernels.reference.dispatch import Dispatched
 from kernels.reference.formats import MXFP4, Weight, stored_format
-from kernels.reference.gate_topk import SCORES, GateRule
+from kernels.reference.gate_topk import SCORES, Counting, GateRule
 from kernels.reference.rope import rope_table
 from kernels.weights import ExpertBank, ExpertWeight, LinearWeight
 
 __all__ = [
     "MXFP4",
+    "Counting",
     "Dispatched",
     "ExpertBank",
     "ExpertWeight",
@@ -544,8 +545,7 @@ def gate_topk(
     scale: float = 1.0,
     expert_scale: Tensor | None = None,
     selection_bias: Tensor | None = None,
-    counts: Tensor | None = None,
-    count_rows: Tensor | None = None,
+    counting: Counting | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k best experts of each row of logits [T, E], ties to the lowest id: ids and weights [T, k].
@@ -556,16 +556,14 @@ def gate_topk(
                     expert, with a selection bias by the sum of its best two
     scale           times every weight, as is expert_scale [E] of the chosen
     selection_bias  [E] added to the scores to choose, not to weigh
-    counts          [n, E] int8 or int32, rows may be strided: counts[count_rows[t], id] += 1 for each choice of row t;
-                    count_rows [T] int32, -1 for rows that are not counted
+    counting        where the choices of rows are counted by KV block; nowhere without it
     """
     backend = backends.active()
     rule = GateRule(renormalise, scores, num_groups, top_groups, scale, expert_scale, selection_bias)
-    counting = counts, count_rows
     if out is None or not backend.CHECKS:
         out = _check_gate_topk(logits, k, rule, counting, out)
     ids, weights = out
-    if backend.gate_topk(logits, k, rule, counts, count_rows, ids, weights) is False:
+    if backend.gate_topk(logits, k, rule, counting, ids, weights) is False:
         _check_gate_topk(logits, k, rule, counting, out)
         raise _declined("gate_topk")
     return out
@@ -575,7 +573,7 @@ def _check_gate_topk(
     logits: Tensor,
     k: int,
     rule: GateRule,
-    counting: tuple[Tensor | None, Tensor | None],
+    counting: Counting | None,
     out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     if logits.dim() != 2:
@@ -593,18 +591,17 @@ def _check_gate_topk(
         raise ValueError(f"k: found {k}, expected 1 to {choice}, the number of experts")
     _vector("expert_scale", rule.expert_scale, E)
     _vector("selection_bias", rule.selection_bias, E)
-    counts, count_rows = counting
-    if (counts is None) != (count_rows is None):
-        raise ValueError("counts, count_rows: found one without the other, expected both or neither")
-    if counts is not None:
+    if counting is not None:
+        counts = counting.counts
         if (
             counts.dtype not in (torch.int8, I32)
             or counts.dim() != 2
             or counts.shape[1] != E
-            or counts.stride(1) != 1
+            or (E > 1 and counts.stride(1) != 1)
         ):
-            raise _wrong("counts", counts, I32, ("n", E))
-        _dense("count_rows", count_rows, I32, (T,))
+            raise _wrong("counting.counts", counts, torch.int8, ("num_blocks", E))
+        _dense("counting.slots", counting.slots, I32, (T,))
+        _dense("counting.counted", counting.counted, I32, (T,))
     if out is None:
         return torch.empty(T, k, dtype=I32), torch.empty(T, k)
     _dense("out[0]", out[0], I32, (T, k))

@@ -71,7 +71,7 @@ class AttentionSegment:
         ids: Tensor | None = None,
         weights: Tensor | None = None,
         counts: Tensor | None = None,
-        count_rows: Tensor | None = None,
+        counted: Tensor | None = None,
     ) -> None:
         """Run a step's rows.
 
@@ -80,11 +80,11 @@ class AttentionSegment:
         positions     [T]     int32, and slots, row_request [T], block_tables [B, M] as in paged_attention and kv_write
         buffer        [at least T * buffer_floats]  float32, overwritten
         logits        [T, E]  float32, and ids [T, K] int32, weights [T, K] float32: written; None in a dense layer
-        counts        [n, E]  and count_rows [T] as in gate_topk
+        counts        [num_blocks, E] of the blocks that `slots` name, and counted [T], both or neither: see ops.Counting
 
         Positions, slots, requests and blocks that point nowhere: ValueError, and nothing is written.
         """
-        rows = positions, slots, row_request, block_tables, buffer, logits, ids, weights, counts, count_rows
+        rows = positions, slots, row_request, block_tables, buffer, logits, ids, weights, counts, counted
         if not self._run(self._bound, hidden, x, *rows):
             given = {
                 "hidden": hidden,
@@ -94,7 +94,7 @@ class AttentionSegment:
                 "row_request": row_request,
             }
             given |= {"block_tables": block_tables, "buffer": buffer, "logits": logits, "ids": ids}
-            given |= {"weights": weights, "counts": counts, "count_rows": count_rows}
+            given |= {"weights": weights, "counts": counts, "counted": counted}
             found = ", ".join(
                 f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
                 for name, tensor in given.items()

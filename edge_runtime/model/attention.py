@@ -23,12 +23,14 @@ class AttentionBatch(NamedTuple):
     slots         [T]     where its key and value go: block * 16 + offset
     row_request   [T]     index of its request, a row of `block_tables`
     block_tables  [B, M]  the requests' blocks in order; entries beyond a request's last block are not read
+    counted       [T]     0 for rows whose choice of experts is not counted in their block (a prompt's are); None: all 0
     """
 
     positions: Tensor
     slots: Tensor
     row_request: Tensor
     block_tables: Tensor
+    counted: Tensor | None = None
 
 
 class Pages(Protocol):

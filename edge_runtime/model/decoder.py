@@ -28,6 +28,7 @@ from edge_runtime.model.layers import LayerWeights, Trunk
 from edge_runtime.model.moe import Beside, ExpertPort, Missing, joined
 from edge_runtime.model.spec import LayerSpec, ModelSpec
 from kernels import ops
+from kernels.ops import Counting
 from kernels.segments import AttentionParts, AttentionSegment, bind_attention_segment
 
 INT32_BUFFERS = ("counting", "zeros", "expert_ids")
@@ -41,6 +42,7 @@ class _Layer(NamedTuple):
     gate_options: dict[str, Any]
     output_scale: float | None
     segment: AttentionSegment | None  # attention and gate in one call, where kernels have it for such a layer
+    counts: Tensor | None  # [num_blocks, E] of the layer, where experts chosen are counted by block
 
 
 class _StepRows(NamedTuple):
@@ -66,6 +68,8 @@ class Decoder:
 
     pages      where keys and values of these layers are kept
     max_rows   most rows of a step, T
+    counts     [num_blocks, L, E] int8 or int32, L the MoE layers of the range in order: where the experts that rows choose
+               are counted by KV block, see ops.Counting; None: nowhere
 
     routed     [n] int64 or None: which rows of the step the last `attention_segment` chose experts for; None for all
 
@@ -74,14 +78,24 @@ class Decoder:
 
     routed: Tensor | None = None
 
-    def __init__(self, spec: ModelSpec, trunk: Trunk, pages: Pages, *, max_rows: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, trunk: Trunk, pages: Pages, *, max_rows: int, counts: Tensor | None = None
+    ) -> None:
         self.spec = spec
         self.first_layer = trunk.first_layer
         self.last_layer = trunk.last_layer
         self.max_rows = max_rows
         self._trunk = trunk
+        moe_layers = [layer for layer in spec.moe_layers if trunk.first_layer <= layer < trunk.last_layer]
+        counts_of = {} if counts is None else dict(zip(moe_layers, counts.unbind(1), strict=True))
         self._layers = {
-            index: _layer(spec.layers[index], weights, (pages.k(index), pages.v(index)), spec.norm_eps)
+            index: _layer(
+                spec.layers[index],
+                weights,
+                (pages.k(index), pages.v(index)),
+                spec.norm_eps,
+                counts_of.get(index),
+            )
             for index, weights in enumerate(trunk.layers, trunk.first_layer)
         }
         self._buffers = {
@@ -112,11 +126,16 @@ class Decoder:
         returns  x [T, D] float32, what the experts see; expert_ids [T, K] int32 and gate_weights [T, K] float32,
                  both None in a dense layer
         """
-        spec, weights, pages, paged, chosen_by, _, segment = self._layers[layer]
+        spec, weights, pages, paged, chosen_by, _, segment, counts = self._layers[layer]
         rows, eps = self._rows(hidden.shape[0]), self.spec.norm_eps
+        counted = None
+        if counts is not None:
+            counted = rows.zeros if batch.counted is None else batch.counted
         if segment is not None:
             logits, chosen = (None, (None, None)) if spec.gate is None else (rows.gate_logits, rows.chosen)
-            segment.run(hidden, rows.x, *batch, rows.scratch, logits, *chosen)
+            segment.run(
+                hidden, rows.x, *batch[:4], rows.scratch, logits, *chosen, counts=counts, counted=counted
+            )
             return rows.x, *chosen
         ops.rms_norm(hidden, weights.input_norm, eps, out=rows.x)
         normed = weights.attention_out_norm
@@ -141,8 +160,15 @@ class Decoder:
         read = rows.x
         if weights.gate.norm is not None:
             read = ops.rms_norm(hidden, weights.gate.norm, eps, out=rows.side)
+        counting = None if counts is None or counted is None else Counting(counts, batch.slots, counted)
         expert_ids, gate_weights = gate(
-            spec.gate, weights.gate, read, logits=rows.gate_logits, out=rows.chosen, options=chosen_by
+            spec.gate,
+            weights.gate,
+            read,
+            logits=rows.gate_logits,
+            out=rows.chosen,
+            options=chosen_by,
+            counting=counting,
         )
         return rows.x, expert_ids, gate_weights
 
@@ -341,7 +367,13 @@ def row_numbers(spec: ModelSpec) -> dict[str, int]:
     }
 
 
-def _layer(spec: LayerSpec, weights: LayerWeights, pages: tuple[Tensor, Tensor], norm_eps: float) -> _Layer:
+def _layer(
+    spec: LayerSpec,
+    weights: LayerWeights,
+    pages: tuple[Tensor, Tensor],
+    norm_eps: float,
+    counts: Tensor | None,
+) -> _Layer:
     return _Layer(
         spec,
         weights,
@@ -350,6 +382,7 @@ def _layer(spec: LayerSpec, weights: LayerWeights, pages: tuple[Tensor, Tensor],
         gate_options(spec.gate, weights.gate) if spec.gate and weights.gate else {},
         None if weights.output_scale is None else float(weights.output_scale),
         _segment(spec, weights, pages, norm_eps),
+        counts,
     )
 
 

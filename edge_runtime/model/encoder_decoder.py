@@ -70,7 +70,7 @@ def two_halves(batch: AttentionBatch, encoder_tokens: Tensor) -> TwoHalves:
     batch           positions in the whole request
     encoder_tokens  [B] int32, tokens that each request's encoder reads
     """
-    positions, slots, row_request, tables = batch
+    positions, slots, row_request, tables, _ = batch
     first_block = (encoder_tokens + KV_BLOCK_TOKENS - 1) // KV_BLOCK_TOKENS  # of the decoder
     count, begin = encoder_tokens[row_request], first_block[row_request] * KV_BLOCK_TOKENS
     columns = (torch.arange(tables.shape[1]) + first_block[:, None]).clamp(max=tables.shape[1] - 1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from edge_runtime.model.spec import GateSpec
 from kernels import ops
-from kernels.ops import LinearWeight
+from kernels.ops import Counting, LinearWeight
 from kernels.reference.gate_topk import GateRule
 
 
@@ -29,6 +29,7 @@ def gate(
     logits: Tensor,
     out: tuple[Tensor, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
+    counting: Counting | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose each row's experts.
 
@@ -36,11 +37,14 @@ def gate(
     logits   [T, E] float32, written: the scores before the softmax
     out      where ids and weights go
     options  what `gate_options` gave, for callers in a hurry
+    counting where the choices are counted by KV block
     returns  expert_ids [T, K] int32, best first, and gate_weights [T, K] float32
     """
     options = gate_options(spec, weights) if options is None else options
     ops.linear(x, weights.weight, bias=weights.bias, out=logits)
-    return ops.gate_topk(logits, spec.top_k, renormalise=spec.renormalise, out=out, **options)
+    return ops.gate_topk(
+        logits, spec.top_k, renormalise=spec.renormalise, counting=counting, out=out, **options
+    )
 
 
 def gate_options(spec: GateSpec, weights: GateWeights) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from kernels.gpu.combine import combine_kernel
 from kernels.gpu.dispatch import BLOCK_T, count_kernel, place_kernel
-from kernels.gpu.gate_topk import VALUES, gate_topk_kernel
+from kernels.gpu.gate_topk import VALUES, clear_counts_kernel, gate_topk_kernel
 from kernels.gpu.grouped_ffn import ELEMENT, down_kernel, inner_kernel, section_offsets
 from kernels.gpu.kv_blocks import COPY_BYTES, kv_copy_kernel, kv_write_kernel
 from kernels.gpu.linear import EMBED_COLUMNS, embed_kernel, linear_kernel
@@ -63,7 +63,7 @@ TYPE = {
 FLOATS = ("eps", "scale", "alpha", "limit", "soft_cap")
 """Scalar arguments that are float32; all others are int32."""
 INTEGER_POINTERS = (
-    "rows pairs tiles ranges missing slots ids table request position positions lines hosts counts count_rows"
+    "rows pairs tiles ranges missing slots ids table request position positions lines hosts words counted"
 )
 INTEGER_POINTERS += " offsets pair_rows source destination"
 
@@ -339,7 +339,7 @@ def gate_constants(E: int, K: int, **changed: object) -> dict[str, Any]:
         "TOP_GROUPS": 1,
         "HAS_EXPERT_SCALE": False,
         "HAS_BIAS": False,
-        "HAS_COUNTS": False,
+        "COUNT_BITS": 0,
         "ROWS": max(1, min(8, VALUES // BLOCK_E)),
         "BLOCK_E": BLOCK_E,
         "K_PAD": triton.next_power_of_2(K),
@@ -352,7 +352,8 @@ def row_cases(target: str) -> Iterator[Case]:
     """What reads rows once and multiplies no matrices."""
     hosts = {"K": 8, "K_PAD": 8, "BLOCK_T": BLOCK_T}
     yield Case("tile_table", tile_table_kernel, {"TILE_ROWS": 16, "BINS": 256, "BLOCK_R": BLOCK_R})
-    yield Case("gate_topk 128 counts", gate_topk_kernel, gate_constants(128, 8, HAS_COUNTS=True))
+    yield Case("gate_topk 128 counts", gate_topk_kernel, gate_constants(128, 8, COUNT_BITS=8))
+    yield Case("clear_counts 128", clear_counts_kernel, {"E": 128, "BLOCK_E": 128}, {"counts_ptr": "*i8"}, 1)
     yield Case(
         "gate_topk 256 sigmoid groups",
         gate_topk_kernel,

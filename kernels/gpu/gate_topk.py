@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.reference.gate_topk import Counting
+
 SCORES = ("softmax", "softmax_of_top_k", "sigmoid")
 VALUES = 1024  # logits that one program holds, at least one row
 
@@ -41,16 +43,37 @@ def free_groups(pick, e, in_row, SIZE: tl.constexpr, NUM: tl.constexpr, TOP: tl.
 
 
 @triton.jit(do_not_specialize=["T"])
+def clear_counts_kernel(
+    counts_ptr,  # [num_blocks, E], rows strided
+    slots_ptr,  # [T] int32
+    T,
+    counts_stride,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    # One program per row: the counts of a block that it begins.
+    t = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    slot = tl.load(slots_ptr + t)
+    if slot % 16 == 0:  # -1, nowhere, is no multiple
+        row = counts_ptr + (slot // 16).to(tl.int64) * counts_stride
+        tl.store(row + e, tl.zeros((BLOCK_E,), counts_ptr.dtype.element_ty), mask=e < E)
+
+
+@triton.jit(do_not_specialize=["T"])
 def gate_topk_kernel(
     logits_ptr,  # [T, E] float32
     expert_scale_ptr,  # [E] float32
     bias_ptr,  # [E] float32
     ids_ptr,  # [T, K] int32
     weights_ptr,  # [T, K] float32
-    counts_ptr,  # [n, E] int32
-    count_rows_ptr,  # [T] int32
+    words_ptr,  # int32: all of the memory that the counts lie in
+    slots_ptr,  # [T] int32
+    counted_ptr,  # [T] int32
     T,
     logits_stride,
+    first_count,
+    counts_stride,
     scale,
     E: tl.constexpr,
     K: tl.constexpr,
@@ -60,7 +83,7 @@ def gate_topk_kernel(
     TOP_GROUPS: tl.constexpr,
     HAS_EXPERT_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
+    COUNT_BITS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     K_PAD: tl.constexpr,
@@ -115,10 +138,15 @@ def gate_topk_kernel(
     mask = in_rows[:, None] & (k < K)
     tl.store(ids_ptr + place, ids, mask=mask)
     tl.store(weights_ptr + place, weights, mask=mask)
-    if HAS_COUNTS:
-        count_row = tl.load(count_rows_ptr + t, mask=in_rows, other=-1)
-        place = counts_ptr + count_row.to(tl.int64)[:, None] * E + ids
-        tl.atomic_add(place, tl.full((ROWS, K_PAD), 1, tl.int32), mask=mask & (count_row >= 0)[:, None])
+    if COUNT_BITS:
+        slot = tl.load(slots_ptr + t, mask=in_rows, other=-1)
+        counted = tl.load(counted_ptr + t, mask=in_rows, other=0)
+        place = first_count + (slot // 16).to(tl.int64)[:, None] * counts_stride + ids
+        # Atomics need 32 bits: a byte's 1 is added to the word that holds it. A count stays below 128, so none carries.
+        PER_WORD: tl.constexpr = 32 // COUNT_BITS
+        one = tl.full((ROWS, K_PAD), 1, tl.int32) << ((place % PER_WORD) * COUNT_BITS).to(tl.int32)
+        some = mask & (slot >= 0)[:, None] & (counted != 0)[:, None]
+        tl.atomic_add(words_ptr + place // PER_WORD, one, mask=some)
 
 
 def gate_topk(
@@ -132,8 +160,7 @@ def gate_topk(
     scale: float = 1.0,
     expert_scale: Tensor | None = None,
     selection_bias: Tensor | None = None,
-    counts: Tensor | None = None,
-    count_rows: Tensor | None = None,
+    counting: Counting | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k best experts of each row of logits [T, E] float32, ties to the lowest id: ids int32 and weights [T, k].
@@ -143,7 +170,7 @@ def gate_topk(
                     best expert, with a selection bias by the sum of its best two
     scale           times every weight, as is expert_scale [E] of the chosen
     selection_bias  [E] added to the score to choose, not to weigh
-    counts          [n, E] int32; row count_rows[t] int32 counts the choices of row t (-1: padding, not counted)
+    counting        where choices are counted by KV block; the memory behind int8 counts is a multiple of 4 bytes
     """
     T, E = logits.shape
     if scores not in SCORES:
@@ -152,14 +179,24 @@ def gate_topk(
         raise ValueError(
             f"k: found {k}, expected 1 to {E // num_groups * top_groups}, the experts to choose from"
         )
-    if (counts is None) != (count_rows is None) or (counts is not None and counts.dtype is not torch.int32):
-        raise ValueError("counts: expected int32 [n, E] together with count_rows, since atomics need 32 bits")
     if out is None:
         ids = torch.empty(T, k, dtype=torch.int32, device=logits.device)
         out = ids, torch.empty(T, k, dtype=torch.float32, device=logits.device)
     ids, weights = out
     BLOCK_E = triton.next_power_of_2(E)
     ROWS = max(1, min(8, VALUES // BLOCK_E))
+    words = slots = counted = ids  # any pointer where nothing is counted
+    first_count = counts_stride = bits = 0
+    if counting is not None:
+        counts, slots, counted = counting
+        if counts.untyped_storage().nbytes() % 4:
+            raise ValueError(
+                f"counting.counts: found memory of {counts.untyped_storage().nbytes()} bytes, expected a multiple of 4"
+            )
+        bits, counts_stride, first_count = 8 * counts.itemsize, counts.stride(0), counts.storage_offset()
+        words = torch.empty(0, dtype=torch.int32, device=counts.device).set_(counts.untyped_storage())
+        if T:
+            clear_counts_kernel[(T,)](counts, slots, T, counts_stride, E=E, BLOCK_E=BLOCK_E, num_warps=1)
     if T:
         gate_topk_kernel[(triton.cdiv(T, ROWS),)](
             logits,
@@ -167,10 +204,13 @@ def gate_topk(
             selection_bias if selection_bias is not None else logits,
             ids,
             weights,
-            counts if counts is not None else ids,
-            count_rows if count_rows is not None else ids,
+            words,
+            slots,
+            counted,
             T,
             logits.stride(0),
+            first_count,
+            counts_stride,
             scale,
             E=E,
             K=k,
@@ -180,7 +220,7 @@ def gate_topk(
             TOP_GROUPS=top_groups,
             HAS_EXPERT_SCALE=expert_scale is not None,
             HAS_BIAS=selection_bias is not None,
-            HAS_COUNTS=counts is not None,
+            COUNT_BITS=bits,
             ROWS=ROWS,
             BLOCK_E=BLOCK_E,
             K_PAD=triton.next_power_of_2(k),

@@ -5,11 +5,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.packing import KV_BLOCK_TOKENS
 from kernels.reference.chain import lane_sum
 
 SCORES = ("softmax", "softmax_of_top_k", "sigmoid")
 LEAST_SUM = 1e-20
 """What weights are divided by at least: sigmoids of very low logits may all be 0."""
+
+
+class Counting(NamedTuple):
+    """Where a step's choices are counted: in the row of each token's KV block, so that a block carries its counts along.
+
+    counts   [num_blocks, E]  int8 or int32, rows may be strided
+    slots    [T]  int32, block * 16 + offset of each row, as in kv_write; -1: nowhere
+    counted  [T]  int32, 0 for rows that are not counted
+
+    First a block that a row begins (offset 0, counted or not) is set to 0: whatever it counted before was another's. Then
+    every choice of a counted row adds 1. A block has 16 rows that choose an expert at most once each, so int8 is enough.
+    """
+
+    counts: Tensor
+    slots: Tensor
+    counted: Tensor
 
 
 class GateRule(NamedTuple):
@@ -28,18 +45,16 @@ def gate_topk(
     logits: Tensor,
     k: int,
     rule: GateRule,
-    counts: Tensor | None,
-    count_rows: Tensor | None,
+    counting: Counting | None,
     ids: Tensor,
     weights: Tensor,
 ) -> None:
     """Choose k experts for each row by score, in float32; weigh them; count them.
 
-    logits      [T, E]  float32
-    counts      [n, E]  int8 or int32, or None: counts[count_rows[t], id] += 1 for every choice of row t
-    count_rows  [T]     int32; -1: not counted; outside [-1, n): ValueError
-    ids         [T, k]  int32, best first, ties to the lowest id
-    weights     [T, k]  float32
+    logits    [T, E]  float32
+    counting  see Counting; a slot outside [-1, num_blocks * 16) is a ValueError, and nothing is counted
+    ids       [T, k]  int32, best first, ties to the lowest id
+    weights   [T, k]  float32
 
     Scores are the softmax over all experts, sigmoids, or e^(logit - highest) (`softmax_of_top_k`: divided by the sum over
     the chosen). Without a selection bias the logits decide, not the rounded scores: two logits that differ never tie. With
@@ -48,8 +63,8 @@ def gate_topk(
     chosen, in order of choice and at least LEAST_SUM (if `renormalise`); times `scale`; times `expert_scale` of the chosen.
     """
     T = len(logits)
-    if counts is not None and count_rows is not None:
-        check_count_rows(count_rows, len(counts))
+    if counting is not None:
+        check_slots(counting)
     if rule.scores == "sigmoid":
         score = 1.0 / (1.0 + torch.exp(-logits))
     else:
@@ -62,14 +77,15 @@ def gate_topk(
         for j in range(k):
             total = total + chosen[:, j]
         chosen = chosen / total.clamp(min=LEAST_SUM)[:, None]
-    finish(chosen, order, rule, counts, count_rows, ids, weights)
+    finish(chosen, order, rule, counting, ids, weights)
 
 
-def check_count_rows(count_rows: Tensor, num_rows: int) -> None:
-    """ValueError for a row of counts that does not exist."""
-    for t, row in enumerate(count_rows.tolist()):
-        if not -1 <= row < num_rows:
-            raise ValueError(f"count_rows: entry {t} is {row}, expected -1 to {num_rows - 1}")
+def check_slots(counting: Counting) -> None:
+    """ValueError for a slot of a block that has no counts."""
+    most = len(counting.counts) * KV_BLOCK_TOKENS
+    for t, slot in enumerate(counting.slots.tolist()):
+        if not -1 <= slot < most:
+            raise ValueError(f"slots: entry {t} is {slot}, expected -1 to {most - 1}")
 
 
 def choose(logits: Tensor, score: Tensor, k: int, rule: GateRule) -> tuple[Tensor, Tensor]:
@@ -95,8 +111,7 @@ def finish(
     chosen: Tensor,
     order: Tensor,
     rule: GateRule,
-    counts: Tensor | None,
-    count_rows: Tensor | None,
+    counting: Counting | None,
     ids: Tensor,
     weights: Tensor,
 ) -> None:
@@ -106,8 +121,14 @@ def finish(
         chosen = chosen * rule.expert_scale[order]
     ids.copy_(order)
     weights.copy_(chosen)
-    if counts is not None and count_rows is not None:
-        counted = count_rows >= 0
-        at = count_rows[counted].long()[:, None].expand(-1, order.shape[1])
-        ones = torch.ones_like(order[counted], dtype=counts.dtype)
-        counts.index_put_((at, order[counted]), ones, accumulate=True)
+    if counting is not None:
+        count(order, *counting)
+
+
+def count(order: Tensor, counts: Tensor, slots: Tensor, counted: Tensor) -> None:
+    """Count choices order [T, k] int64: see Counting."""
+    blocks = slots.long() // KV_BLOCK_TOKENS
+    counts[blocks[(slots >= 0) & (slots % KV_BLOCK_TOKENS == 0)]] = 0
+    some = (slots >= 0) & (counted != 0)
+    at = blocks[some][:, None].expand(-1, order.shape[1])
+    counts.index_put_((at, order[some]), torch.ones_like(at, dtype=counts.dtype), accumulate=True)

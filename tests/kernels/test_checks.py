@@ -164,7 +164,7 @@ def test_attention_names_a_wrong_window_or_cap(random):
 
 
 def test_the_gate_names_the_argument_at_fault(random):
-    counts, count_rows = torch.zeros(2, 8, dtype=I32), torch.zeros(3, dtype=I32)
+    plain = ops.Counting(torch.zeros(2, 8, dtype=I32), torch.zeros(3, dtype=I32), torch.ones(3, dtype=I32))
     cases = {
         "scores: found 'tanh'": {"scores": "tanh"},
         "num_groups, top_groups: found 3, 1": {"num_groups": 3},
@@ -172,15 +172,15 @@ def test_the_gate_names_the_argument_at_fault(random):
         "k: found 3, expected 1 to 2": {"num_groups": 4, "top_groups": 1},
         "expert_scale: found": {"expert_scale": random(7)},
         "selection_bias: found": {"selection_bias": random(8).double()},
-        "counts, count_rows: found one": {"counts": counts},
-        "counts: found": {"counts": counts.long(), "count_rows": count_rows},
-        "count_rows: found": {"counts": counts, "count_rows": count_rows[:2]},
-        "count_rows: (entry|found)": {"counts": counts, "count_rows": torch.tensor([0, 2, 0], dtype=I32)},
+        "counting.counts: found": {"counting": plain._replace(counts=plain.counts.long())},
+        "counting.slots: found": {"counting": plain._replace(slots=plain.slots[:2])},
+        "counting.counted: found": {"counting": plain._replace(counted=plain.counted.bool())},
+        "slots: entry 1 is 32": {"counting": plain._replace(slots=torch.tensor([0, 32, 0], dtype=I32))},
     }
     for said, arguments in cases.items():
         with pytest.raises(ValueError, match=f"^{said}"):
             ops.gate_topk(random(3, 8), 3, renormalise=True, **arguments)
-    assert counts.count_nonzero() == 0
+    assert plain.counts.count_nonzero() == 0
 
 
 def test_packing_an_expert_names_what_does_not_fit_its_activation(random):

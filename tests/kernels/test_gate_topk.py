@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kernels import ops
 
@@ -144,14 +146,47 @@ def test_one_expert_is_a_sigmoid_gate(backend, random):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
-def test_choices_are_counted_by_row_and_padding_is_not(backend, random, dtype):
-    logits, count_rows = random(6, 20), torch.tensor([2, -1, 0, 2, 2, -1], dtype=torch.int32)
+def test_choices_are_counted_in_the_block_of_their_slot(backend, random, dtype):
     table = torch.zeros(4, 3, 20, dtype=dtype)
-    counts = table[:, 1]
-    for _ in range(2):
-        ids, _ = ops.gate_topk(logits, 3, renormalise=True, counts=counts, count_rows=count_rows)
     expected = torch.zeros(4, 20, dtype=dtype)
-    for row, chosen in zip(count_rows.tolist(), ids.tolist(), strict=True):
-        for expert in chosen if row >= 0 else ():
-            expected[row, expert] += 2
-    assert torch.equal(counts, expected) and table[:, [0, 2]].count_nonzero() == 0
+    # (block, offset, counted): a prompt that begins block 2, a row of nobody, one that is not counted, one in block 0
+    rows = [(2, 0, 1), (2, 1, 1), (-1, 0, 1), (2, 2, 0), (0, 7, 1)]
+    slots = torch.tensor([block * 16 + offset if block >= 0 else -1 for block, offset, _ in rows])
+    counting = ops.Counting(table[:, 1], slots.int(), torch.tensor([row[2] for row in rows]).int())
+    ids, _ = ops.gate_topk(random(5, 20), 3, renormalise=True, counting=counting)
+    for (block, _, counted), chosen in zip(rows, ids.tolist(), strict=True):
+        for expert in chosen if block >= 0 and counted else ():
+            expected[block, expert] += 1
+    assert torch.equal(table[:, 1], expected) and table[:, [0, 2]].count_nonzero() == 0
+
+
+def test_a_block_that_begins_forgets_what_it_counted(backend, random):
+    counts = torch.full((3, 20), 5, dtype=torch.int8)
+    slots, counted = torch.tensor([32, 3, 17], dtype=torch.int32), torch.tensor([0, 1, 0], dtype=torch.int32)
+    ids, _ = ops.gate_topk(random(3, 20), 2, renormalise=True, counting=ops.Counting(counts, slots, counted))
+    assert counts[2].count_nonzero() == 0 and (counts[1] == 5).all()
+    assert counts[0].sum() == 102 and (counts[0, ids[1].long()] == 6).all()
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 2**31 - 1))
+def test_chunks_of_prompts_count_what_whole_prompts_do(lengths, seed):
+    """Whatever the blocks held before: two requests' rows in any chunks, in blocks of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [-(-length // 16) for length in lengths]
+    order = torch.randperm(sum(blocks), generator=generator).int().split(blocks)
+    slots = [
+        b.repeat_interleave(16)[:n] * 16 + torch.arange(n) % 16 for b, n in zip(order, lengths, strict=True)
+    ]
+    logits = [torch.randn(n, 7, generator=generator) for n in lengths]
+    tables = []
+    for chunk in (1, 5, 40):
+        counts = torch.randint(-128, 127, (sum(blocks), 7), dtype=torch.int8, generator=generator)
+        for begin in range(0, 40, chunk):
+            rows = [part[begin : begin + chunk] for part in slots]
+            where = torch.cat(rows).int()
+            counting = ops.Counting(counts, where, torch.ones_like(where))
+            some = torch.cat([part[begin : begin + chunk] for part in logits])
+            ops.gate_topk(some, 3, renormalise=True, counting=counting)
+        tables.append(counts)
+    assert torch.equal(tables[0], tables[1]) and torch.equal(tables[0], tables[2])
+    assert tables[0].sum() == 3 * sum(lengths) and tables[0].min() >= 0

@@ -50,7 +50,7 @@ def make_parts(random):
     return make
 
 
-def composed(parts, hidden, positions, slots, row_request, tables, counts, count_rows):
+def composed(parts, hidden, positions, slots, row_request, tables, counting):
     """The same by single operations; pages are written."""
     H, G, P = parts.num_heads, parts.num_kv_heads, parts.head_width
     T, eps = len(hidden), parts.norm_eps
@@ -75,9 +75,7 @@ def composed(parts, hidden, positions, slots, row_request, tables, counts, count
     if parts.gate is None:
         return hidden, x, None, None
     logits = ops.linear(x, parts.gate, bias=parts.gate_bias)
-    ids, weights = ops.gate_topk(
-        logits, parts.top_k, **parts.rule._asdict(), counts=counts, count_rows=count_rows
-    )
+    ids, weights = ops.gate_topk(logits, parts.top_k, **parts.rule._asdict(), counting=counting)
     return hidden, x, ids, weights
 
 
@@ -109,18 +107,24 @@ def test_an_attention_segment_has_the_bits_of_its_operations(
     parts, step = make_parts(full=full, whole=whole, C=C), step_of(STEPS[rows], (50, 9))
     T, D, E, k = len(step[0]), 40, 12, 3
     hidden = random(T, D)
-    count_rows, counts = torch.arange(T, dtype=I32) % 3 - 1, torch.zeros(2, E, dtype=torch.int8)
+    counted, counts = (
+        torch.arange(T, dtype=I32) % 3,
+        torch.full((len(parts.pages[0]), 2, E), 9, dtype=torch.int8),
+    )
     before = tuple(page.clone() for page in parts.pages)
     expected_counts, expected_pages = counts.clone(), tuple(page.clone() for page in parts.pages)
     expected = composed(
-        parts._replace(pages=expected_pages), hidden.clone(), *step, expected_counts, count_rows
+        parts._replace(pages=expected_pages),
+        hidden.clone(),
+        *step,
+        ops.Counting(expected_counts[:, 1], step[1], counted),
     )
 
     segment = bind_attention_segment(parts)
     buffer = torch.full((T * segment.buffer_floats + 7,), torch.nan)
     x, logits = torch.empty(T, D + 3)[:, :D], torch.empty(T, E)
     ids, weights = torch.empty(T, k, dtype=I32), torch.empty(T, k)
-    segment.run(hidden, x, *step, buffer, logits, ids, weights, counts, count_rows)
+    segment.run(hidden, x, *step, buffer, logits, ids, weights, counts[:, 1], counted)
     for found, wanted in zip((hidden, x, ids, weights), expected, strict=True):
         assert torch.equal(found, wanted)
     assert torch.equal(counts, expected_counts)
@@ -131,7 +135,7 @@ def test_an_attention_segment_has_the_bits_of_its_operations(
 def test_a_dense_layer_has_a_segment_without_a_gate(native, random, make_parts):
     parts, step = make_parts(gate=None, gate_bias=None), step_of(STEPS["decode"], (50, 9))
     hidden, x = random(2, 40), torch.empty(2, 40)
-    expected = composed(parts, hidden.clone(), *step, None, None)
+    expected = composed(parts, hidden.clone(), *step, None)
     segment = bind_attention_segment(parts)
     segment.run(hidden, x, *step, torch.empty(2 * segment.buffer_floats))
     assert torch.equal(hidden, expected[0]) and torch.equal(x, expected[1])

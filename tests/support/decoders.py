@@ -42,6 +42,7 @@ class Sequences:
         cuts: Sequence[int] = (),
         port: ExpertPort | None = None,
         store: ExpertStore | None = None,
+        counts: Tensor | None = None,
     ) -> None:
         spec = checkpoint.spec
         if port is None:
@@ -57,7 +58,7 @@ class Sequences:
         for first, last in pairwise(bounds):
             trunk = load_trunk(checkpoint, spec, first, last, context_tokens=context_tokens)
             pages = KVPages(num_blocks, spec.kv_shapes(first, last))
-            self.decoders.append(Decoder(spec, trunk, pages, max_rows=max_rows))
+            self.decoders.append(Decoder(spec, trunk, pages, max_rows=max_rows, counts=counts))
 
     def batch(self, pieces: Sequence[tuple[int, Sequence[int]]]) -> tuple[Tensor, AttentionBatch]:
         """Token ids and places of a step's rows; the sequences are longer by them afterwards."""
@@ -75,9 +76,12 @@ class Sequences:
         token_ids, row_positions, row_slots, row_request = rows
         return token_ids, AttentionBatch(row_positions, row_slots, row_request, self.block_tables)
 
-    def step(self, pieces: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
+    def step(
+        self, pieces: Sequence[tuple[int, Sequence[int]]], counted: Tensor | None = None
+    ) -> list[Tensor]:
         """Run one step of (sequence, next token ids) pieces: for each piece the logits of its rows, [n, V]."""
         rows, batch = self.batch(pieces)
+        batch = batch._replace(counted=counted)
         for decoder in self.decoders:
             rows = decoder.run(rows, batch, self.port)
         logits = self.decoders[-1].head(rows).clone()

@@ -4,22 +4,19 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.fallback.tiles import tree_sum
-from kernels.reference.gate_topk import LEAST_SUM, GateRule, choose, finish
+from kernels.reference.gate_topk import LEAST_SUM, Counting, GateRule, check_slots, choose, finish
 
 
 def gate_topk(
     logits: Tensor,
     k: int,
     rule: GateRule,
-    counts: Tensor | None,
-    count_rows: Tensor | None,
+    counting: Counting | None,
     ids: Tensor,
     weights: Tensor,
 ) -> None:
-    if counts is not None and count_rows is not None and len(count_rows):
-        lowest, highest = int(count_rows.min()), int(count_rows.max())
-        if lowest < -1 or highest >= len(counts):
-            raise ValueError(f"count_rows: found {count_rows.tolist()}, expected -1 to {len(counts) - 1}")
+    if counting is not None:
+        check_slots(counting)
     if rule.scores == "sigmoid":
         score = 1.0 / (1.0 + torch.exp(-logits))
     else:
@@ -29,4 +26,4 @@ def gate_topk(
     chosen, order = choose(logits, score, k, rule)
     if rule.renormalise or rule.scores == "softmax_of_top_k":
         chosen = chosen / tree_sum(chosen).clamp(min=LEAST_SUM)[:, None]
-    finish(chosen, order, rule, counts, count_rows, ids, weights)
+    finish(chosen, order, rule, counting, ids, weights)

@@ -285,25 +285,35 @@ bool read_rule(py::handle rule_, int64_t E, GateCall& call) {
            call.top_groups <= call.num_groups && call.k >= 1 && call.k <= E / call.num_groups * call.top_groups;
 }
 
-// Counts that fit, with rows that exist, or no counts at all.
-bool read_counts(py::handle counts_, py::handle count_rows_, GateCall& call) {
+// Counts that fit, with blocks that exist, or no counts at all.
+bool read_counts(py::handle counts_, py::handle slots_, py::handle counted_, GateCall& call) {
     call.counts = nullptr;
-    if (counts_.is_none() || count_rows_.is_none()) return counts_.is_none() && count_rows_.is_none();
-    Argument counts, count_rows;
-    if (!read(counts_, counts) || !read(count_rows_, count_rows) || counts.ndim != 2 || counts.shape[1] != call.E ||
-        (call.E > 1 && counts.strides[1] != 1) || (counts.item != SIGNED_BYTE && counts.item != INT32) ||
-        !count_rows.is_dense(INT32, 1) || count_rows.shape[0] != call.T)
+    if (counts_.is_none()) return counted_.is_none();
+    Argument counts, slots, counted;
+    if (!read(counts_, counts) || !read(slots_, slots) || !read(counted_, counted) || counts.ndim != 2 ||
+        counts.shape[1] != call.E || (call.E > 1 && counts.strides[1] != 1) ||
+        (counts.item != SIGNED_BYTE && counts.item != INT32) || !slots.is_dense(INT32, 1) || slots.shape[0] != call.T ||
+        !counted.is_dense(INT32, 1) || counted.shape[0] != call.T)
         return false;
-    check_range("count_rows", count_rows.ints(), call.T, -1, counts.shape[0]);
+    check_range("slots", slots.ints(), call.T, -1, counts.shape[0] * 16);
     call.counts = counts.data;
-    call.counts_stride = counts.strides[0];
     call.counts_are_int8 = counts.item == SIGNED_BYTE;
-    call.count_rows = count_rows.ints();
+    call.counts_stride = counts.strides[0] * (call.counts_are_int8 ? 1 : 4);
+    call.slots = slots.ints();
+    call.counted = counted.ints();
     return true;
 }
 
-bool call_gate_topk(py::handle logits_, int64_t k, py::handle rule, py::handle counts, py::handle count_rows,
-                    py::handle ids_, py::handle weights_) {
+// The fields of kernels.reference.gate_topk.Counting, in order, or None.
+bool read_counting(py::handle counting, GateCall& call) {
+    if (counting.is_none()) return read_counts(py::none(), py::none(), py::none(), call);
+    if (!PyTuple_Check(counting.ptr()) || PyTuple_GET_SIZE(counting.ptr()) != 3) return false;
+    const auto item = [&](int i) { return py::handle(PyTuple_GET_ITEM(counting.ptr(), i)); };
+    return !item(0).is_none() && read_counts(item(0), item(1), item(2), call);
+}
+
+bool call_gate_topk(py::handle logits_, int64_t k, py::handle rule, py::handle counting, py::handle ids_,
+                    py::handle weights_) {
     Argument logits, ids, weights;
     if (!read(logits_, logits) || !read(ids_, ids) || !read(weights_, weights) || logits.ndim != 2) return false;
     const int64_t T = logits.shape[0], E = logits.shape[1];
@@ -318,7 +328,7 @@ bool call_gate_topk(py::handle logits_, int64_t k, py::handle rule, py::handle c
     call.k = k;
     call.ids = ids.ints();
     call.weights = weights.floats();
-    if (!read_rule(rule, E, call) || !read_counts(counts, count_rows, call)) return false;
+    if (!read_rule(rule, E, call) || !read_counting(counting, call)) return false;
     py::gil_scoped_release release;
     active->gate_topk(call);
     return true;
@@ -449,7 +459,7 @@ std::unique_ptr<AttentionSegment> new_attention_segment(py::dict given) {
 bool call_attention_segment(const AttentionSegment& s, py::handle hidden_, py::handle x_, py::handle positions_,
                             py::handle slots_, py::handle row_request_, py::handle block_tables_, py::handle buffer_,
                             py::handle logits_, py::handle ids_, py::handle weights_, py::handle counts,
-                            py::handle count_rows) {
+                            py::handle counted) {
     Argument hidden, x, positions, slots, row_request, tables, buffer, logits, ids, weights;
     if (!read(hidden_, hidden) || !read(x_, x) || !read(positions_, positions) || !read(slots_, slots) ||
         !read(row_request_, row_request) || !read(block_tables_, tables) || !read(buffer_, buffer) || !hidden.is_rows(s.D) || !x.is_rows(s.D))
@@ -469,7 +479,7 @@ bool call_attention_segment(const AttentionSegment& s, py::handle hidden_, py::h
         gate.T = T;
         gate.ids = ids.ints();
         gate.weights = weights.floats();
-        if (!read_counts(counts, count_rows, gate)) return false;
+        if (!read_counts(counts, slots_, counted, gate)) return false;
     }
     const SegmentRows rows{T, hidden.floats(), x.floats(), hidden.strides[0], x.strides[0], positions.ints(),
                            slots.ints(), row_request.ints(), tables.ints(), tables.shape[1], buffer.floats(),

@@ -28,6 +28,23 @@ void close_groups(const float* pick, int64_t E, int64_t num_groups, int64_t top_
     }
 }
 
+// Blocks that begin are set to 0, then each choice of a counted row adds 1.
+void count_choices(const GateCall& call) {
+    const auto row_of = [&](int64_t t) { return call.counts + call.slots[t] / 16 * call.counts_stride; };
+    for (int64_t t = 0; t < call.T; ++t)
+        if (call.slots[t] >= 0 && call.slots[t] % 16 == 0)
+            __builtin_memset(row_of(t), 0, (size_t)(call.E * (call.counts_are_int8 ? 1 : 4)));
+    for (int64_t t = 0; t < call.T; ++t) {
+        if (call.slots[t] < 0 || !call.counted[t]) continue;
+        const int32_t* id = call.ids + t * call.k;
+        for (int64_t j = 0; j < call.k; ++j)
+            if (call.counts_are_int8)
+                ++((int8_t*)row_of(t))[id[j]];
+            else
+                ++((int32_t*)row_of(t))[id[j]];
+    }
+}
+
 void gate_topk(const GateCall& call) {
     const int64_t E = call.E, k = call.k, blocks = parts_of(E, 16), padded = blocks * 16;
     const bool sigmoid = call.scores == SIGMOID, divided = call.scores == SOFTMAX;
@@ -97,15 +114,8 @@ void gate_topk(const GateCall& call) {
             weight[j] = weight[j] * call.scale;
             if (call.expert_scale) weight[j] = weight[j] * call.expert_scale[id[j]];
         }
-        if (call.counts && call.count_rows[t] >= 0) {
-            const int64_t begin = call.count_rows[t] * call.counts_stride;
-            for (int64_t j = 0; j < k; ++j)
-                if (call.counts_are_int8)
-                    ++((int8_t*)call.counts)[begin + id[j]];
-                else
-                    ++((int32_t*)call.counts)[begin + id[j]];
-        }
     }
+    if (call.counts) count_choices(call);
 }
 
 // gelu by its tanh formula, x * (1 + tanh(u)) / 2 = x / (1 + e^-2u)

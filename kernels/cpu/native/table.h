@@ -78,10 +78,10 @@ struct GateCall {
     const float* selection_bias;  // [E] or null
     int32_t* ids;                 // [T, k]
     float* weights;               // [T, k]
-    void* counts;                 // [n, E] or null
-    int64_t counts_stride;
+    char* counts;                 // [num_blocks, E] or null
+    int64_t counts_stride;        // bytes
     bool counts_are_int8;
-    const int32_t* count_rows;  // [T]
+    const int32_t *slots, *counted;  // [T]
 };
 
 struct ExpertCall {

@@ -187,6 +187,45 @@ def test_what_a_decoder_does_not_have_is_not_asked_of_it_in_silence(checkpoint):
         first.embed(torch.zeros(257, dtype=torch.int32))
 
 
+class Recording(LocalExperts):
+    """Computes as it should, and keeps what the gates chose: (layer, [T, K])."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.chosen = []
+
+    def run(self, layer, x, expert_ids, out, beside=None):
+        self.chosen.append((layer, expert_ids.clone()))
+        return super().run(layer, x, expert_ids, out, beside)
+
+    def add_here(self, layer, x, expert_ids, gate_weights, hidden, out):
+        self.chosen.append((layer, expert_ids.clone()))
+        return super().add_here(layer, x, expert_ids, gate_weights, hidden, out)
+
+
+def test_a_block_counts_what_the_counted_rows_in_it_chose(checkpoint, backend):
+    port = Recording(load_experts(checkpoint, checkpoint.spec, all_experts(checkpoint.spec)))
+    L, E = len(checkpoint.spec.moe_layers), checkpoint.spec.layers[0].gate.num_experts
+    counts = torch.full((6, L, E), 77, dtype=torch.int8)  # of whoever had the blocks before
+    both = Sequences(checkpoint, num_sequences=2, context_tokens=48, port=port, counts=counts)
+    expected = {}
+    for pieces, is_prompt in (
+        ([(0, tokens(20)), (1, tokens(31, seed=1))], True),
+        ([(0, tokens(12, seed=2)), (1, [7])], True),
+        ([(0, [5]), (1, [9])], False),
+    ):
+        begin, port.chosen = list(both.lengths), []
+        both.step(pieces, torch.full((sum(len(p) for _, p in pieces),), int(is_prompt), dtype=torch.int32))
+        places = [(s, begin[s] + i) for s, piece in pieces for i in range(len(piece))]
+        for row, (sequence, position) in enumerate(places):
+            cell = expected.setdefault(int(both.block_tables[sequence, position // 16]), torch.zeros(L, E))
+            for layer, ids in port.chosen if is_prompt else []:
+                cell[checkpoint.spec.moe_layers.index(layer), ids[row].long()] += 1
+    assert len(expected) == 6
+    for block, cell in expected.items():
+        assert torch.equal(counts[block].float(), cell)
+
+
 def test_a_step_leaves_no_memory_behind(checkpoint):
     sequences = Sequences(checkpoint)
     sequences.whole(tokens(20))

@@ -5,6 +5,7 @@ import torch
 
 from kernels import gpu, ops
 from kernels.gpu import plain
+from kernels.reference.gate_topk import Counting, count
 
 
 @pytest.mark.parametrize("T, D", [(1, 1), (3, 97), (2, 2048)])
@@ -117,16 +118,16 @@ def test_scores_of_nothing_give_no_nan(device):
     assert weights.isfinite().all()
 
 
-def test_choices_are_counted_for_real_rows_only(random, device):
-    logits = random(11, 16)
-    rows = torch.tensor([0, 0, 1, -1, 2, 2, 2, -1, 0, 1, 1], dtype=torch.int32, device=device)
-    counts = torch.zeros(3, 16, dtype=torch.int32, device=device)
-    ids, _ = gpu.gate_topk(logits, 4, renormalise=True, counts=counts, count_rows=rows)
-    expected = torch.zeros_like(counts)
-    for row, chosen in zip(rows.tolist(), ids.tolist(), strict=True):
-        for expert in chosen if row >= 0 else []:
-            expected[row, expert] += 1
-    assert torch.equal(counts, expected)
+@pytest.mark.parametrize("dtype, E", [(torch.int8, 16), (torch.int8, 13), (torch.int32, 13)])
+def test_choices_are_counted_by_block_as_the_reference_counts(random, device, dtype, E):
+    logits = random(11, E)
+    slots = torch.tensor([16, 17, 18, -1, 45, 46, 47, 0, 5, 64, 65], dtype=torch.int32, device=device)
+    counted = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1], dtype=torch.int32, device=device)
+    table = torch.full((5, 4, E), 3, dtype=dtype, device=device)
+    expected = table.clone()
+    ids, _ = gpu.gate_topk(logits, 4, renormalise=True, counting=Counting(table[:, 1], slots, counted))
+    count(ids.long(), expected[:, 1], slots, counted)
+    assert torch.equal(table, expected)
 
 
 @pytest.mark.parametrize("T, K, hosts", [(1, 1, 1), (5, 3, 4), (150, 2, 3)])
