@@ -132,11 +132,11 @@ class Decoder:
         if counts is not None:
             counted = rows.zeros if batch.counted is None else batch.counted
         if segment is not None:
-            logits, chosen = (None, (None, None)) if spec.gate is None else (rows.gate_logits, rows.chosen)
-            segment.run(
-                hidden, rows.x, *batch[:4], rows.scratch, logits, *chosen, counts=counts, counted=counted
+            logits, (ids, shares) = (
+                (None, (None, None)) if spec.gate is None else (rows.gate_logits, rows.chosen)
             )
-            return rows.x, *chosen
+            segment.run(hidden, rows.x, *batch[:4], rows.scratch, logits, ids, shares, counts, counted)
+            return rows.x, ids, shares
         ops.rms_norm(hidden, weights.input_norm, eps, out=rows.x)
         normed = weights.attention_out_norm
         attend(
