@@ -19,6 +19,12 @@ PLANS = ("home", "solo", "stages", "auto")
 """How requests may live: every decode node a home of all layers with remote experts; one that holds everything; layers
 split over several homes; or whatever is predicted to be fastest."""
 
+PLACEMENTS = ("spread", "similarity", "popularity", "eplb", "latency", "random")
+"""How experts are placed: see `rules.py`."""
+SELECTORS = ("live", "paper", "exact")
+"""Who stands in for an expert that is elsewhere, for requests that allow it: the best by the token's own gate scores,
+or the one that calibration found least different; or nobody."""
+
 MIB = 2**20
 
 
@@ -101,6 +107,12 @@ class Cluster:
     """Most copies of experts in the whole cluster, per distinct expert; 1.0 allows no replicas."""
     plan: str = "home"
     """Of `PLANS`: what the planner may choose from."""
+    placement: str = "spread"
+    """Of `PLACEMENTS`: what decides which expert is where."""
+    selector: str = "live"
+    """Of `SELECTORS`: by what rule requests with a quality budget get along without an expert that is elsewhere."""
+    calibration: str | None = None
+    """Folder of the calibration artifact; None for the one in the model's folder, if there is one."""
     pins: tuple[Pin, ...] = ()
     """Experts that have to be on certain nodes, in the order of the file."""
     keys: str | None = None

@@ -37,7 +37,7 @@ def read_cluster_text(text: str, path: Path) -> Cluster:
         text,
         source=str(path),
         find_model=lambda folder: _model_folder(base, folder),
-        find_keys=lambda folder: str(_absolute(base, folder)),
+        find_folder=lambda folder: str(_absolute(base, folder)),
     )
 
 

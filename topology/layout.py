@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from topology import costs
 from topology.cluster import DECODE, EXPERTS, PREFILL, Cluster, Node
 from topology.costs import ModelFootprint
-from topology.errors import PlacementError
+from topology.errors import PlacementError, TopologyError
 from topology.ids import ExpertId
 from topology.keep import keep_previous
 from topology.node_plan import GroupPlan, NodePlan, Placement, Stage
-from topology.replicas import add_replicas
+from topology.rules import NEED_TRAITS, Rule
 from topology.shelf import Shelf
 from topology.speeds import NodeSpeed, declared_speed
-from topology.spread import give_hot_experts_to_fast_nodes, spread_first_copies
+from topology.spread import spread_first_copies
+from topology.traits import ExpertTraits, Traffic
 from topology.units import format_bytes_rounded
 
 KEEP_KV = 1.5  # an earlier KV pool stays unless there is room for so many times its blocks
@@ -50,6 +51,8 @@ def lay_out(
     pins: Mapping[ExpertId, str] | None = None,
     previous: Placement | None = None,
     kv_floor_tokens: int = 0,
+    traits: ExpertTraits | None = None,
+    traffic: Traffic | None = None,
 ) -> Placement:
     """Place a model on a cluster, or raise `PlacementError` with the bytes that are needed and available.
 
@@ -62,6 +65,8 @@ def lay_out(
     previous  what lies right in it stays; see `keep.py`
     kv_floor_tokens  with groups given, how far KV may shrink so that a home holds all experts of its layers; at least
               one context, at most `kv_tokens`
+    traits, traffic  what was calibrated, and where requests live: what the file's `placement` decides by, see
+              `rules.py`
 
     1. Nodes of a group hold the trunk of their layers, nodes with the role prefill alone all of it. They and expert
        hosts hold workspace. Every process has its reserve.
@@ -72,25 +77,22 @@ def lay_out(
        a little.
     3. Pinned experts first, then first copies in proportion to room and speed, so that each host gets some of each
        layer.
-    4. Replicas follow, up to floor(memory_ratio x experts) copies in all, as `replicas.py` says.
+    4. Replicas follow, up to floor(memory_ratio x experts) copies in all, as `rules.py` and `replicas.py` say.
 
     With experts of different sizes the packing is greedy, largest first, and may refuse what a search could fit.
     """
+    _refuse_missing_traits(cluster, footprint, traits)
     desk = _Desk(cluster, footprint, groups, hosts, speeds, pins, previous, kv_floor_tokens)
     desk.refuse_small_nodes()
     plans, shelves = desk.place_first_copies()
     experts = footprint.experts()
     max_copies = max(int(cluster.memory_ratio * len(experts)), len(experts))
 
-    if demand is not None:
-        give_hot_experts_to_fast_nodes(shelves, demand)
-    add_replicas(
-        shelves,
-        experts,
-        max_replicas=max_copies - sum(len(shelf.experts) for shelf in shelves),
-        demand=demand,
-    )
-    if previous is not None:
+    if demand is None and traits is not None and cluster.placement in NEED_TRAITS:
+        demand = traits.demand()
+    rule = Rule(cluster.placement, demand, traits, traffic or Traffic())
+    rule.settle(shelves, experts, max_copies=max_copies)
+    if previous is not None and previous.rule == rule.name:
         kept = desk.shelves_of(plans)
         if keep_previous(
             kept,
@@ -101,13 +103,32 @@ def lay_out(
             fresh_bytes={shelf.node: shelf.used_bytes for shelf in shelves},
             demand=demand,
         ):
-            copies = sum(len(shelf.experts) for shelf in kept)
-            add_replicas(kept, experts, max_replicas=max_copies - copies, demand=demand)
+            rule.replicate(kept, experts, max_copies=max_copies)
             shelves = kept
     placed = {shelf.node: shelf for shelf in shelves}
     return Placement(
-        epoch, tuple(_with_experts(plan, placed.get(plan.node)) for plan in plans), tuple(desk.groups)
+        epoch,
+        tuple(_with_experts(plan, placed.get(plan.node)) for plan in plans),
+        tuple(desk.groups),
+        rule.name,
     )
+
+
+def _refuse_missing_traits(
+    cluster: Cluster, footprint: ModelFootprint, traits: ExpertTraits | None
+) -> None:
+    if cluster.placement in NEED_TRAITS and footprint.moe_layers:
+        if traits is None:
+            raise TopologyError(
+                f'placement = "{cluster.placement}" looks at what calibration found, and there is no artifact: run '
+                f'`edge-runtime calibrate {cluster.model}`, name its folder by `calibration`, or write placement = "spread"'
+            )
+        found = (traits.layers, traits.frequency.shape[1])
+        if found != (footprint.moe_layers, footprint.experts_per_layer):
+            raise TopologyError(
+                f"the calibration artifact describes layers {list(traits.layers)} of {found[1]} experts, the model has "
+                f"{list(footprint.moe_layers)} of {footprint.experts_per_layer}: calibrate this model"
+            )
 
 
 @dataclass

@@ -407,7 +407,7 @@ class _Move:
         self.epoch += 1
         self.rounds.append(
             Round(
-                placement=Placement(self.epoch, self._node_plans(), self.groups),
+                placement=Placement(self.epoch, self._node_plans(), self.groups, self.new.rule),
                 loads={name: tuple(sorted(experts)) for name, experts in loads.items() if experts},
                 drops={name: tuple(sorted(experts)) for name, experts in drops.items() if experts},
                 switches_trunks=trunk is not None,

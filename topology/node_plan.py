@@ -92,6 +92,8 @@ class Placement:
     """In the order of the topology file."""
     groups: tuple[GroupPlan, ...] = ()
     """Where a request may live: each group runs all layers. In the order of the file by their first stage."""
+    rule: str = "spread"
+    """By which its experts were placed; one of another rule has nothing that is right where it is."""
 
     def hosts(self) -> dict[ExpertId, tuple[str, ...]]:
         """Expert -> the nodes that hold it, in the order of the file; sorted by expert."""

@@ -24,6 +24,9 @@ _CLUSTER_KEYS = {
     "coordinator": Key("coordinator", readers.read_address),
     "memory_ratio": Key("memory_ratio", readers.read_memory_ratio),
     "plan": Key("plan", readers.read_plan),
+    "placement": Key("placement", readers.read_placement),
+    "selector": Key("selector", readers.read_selector),
+    "calibration": Key("calibration", readers.read_text),
     "keys": Key("keys", readers.read_text),
     "process_reserve": Key("process_reserve_bytes", _SIZE),
     "kv_tokens": Key("kv_tokens", readers.read_count),
@@ -63,20 +66,21 @@ def parse_cluster(
     *,
     source: str = "topology.toml",
     find_model: Callable[[str], str] = str,
-    find_keys: Callable[[str], str] = str,
+    find_folder: Callable[[str], str] = str,
 ) -> Cluster:
     """Read a topology file's text; `ClusterFileError` holds every fault, each with its line and key.
 
     source      how the file is called in messages
     find_model  the value of `model` -> the folder's path; `ValueError` says why it will not do
-    find_keys   likewise for `keys`
+    find_folder likewise for `keys` and `calibration`, which need not be there yet
     """
     page = Page(text, source)
     page.refuse_unknown_tables()
 
     cluster = page.read_table("cluster", _CLUSTER_KEYS)
     page.resolve(cluster, "model", find_model)
-    page.resolve(cluster, "keys", find_keys)
+    page.resolve(cluster, "keys", find_folder)
+    page.resolve(cluster, "calibration", find_folder)
     default_node = page.read_table("default_node", _DEFAULT_NODE_KEYS)
     nodes = [{**default_node, **node} for node in page.read_tables("node", _NODE_KEYS)]
     default_link = page.read_table("default_link", _DEFAULT_LINK_KEYS)

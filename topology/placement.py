@@ -12,6 +12,7 @@ from topology.layout import lay_out
 from topology.node_plan import GroupPlan, NodePlan, Placement, Stage
 from topology.speeds import LinkSpeed, NodeSpeed
 from topology.stages import choose_plan
+from topology.traits import ExpertTraits, Traffic
 from topology.workload import Workload
 
 __all__ = ["GroupPlan", "NodePlan", "Placement", "Stage", "plan_placement"]
@@ -28,6 +29,8 @@ def plan_placement(
     pins: Mapping[ExpertId, str] | None = None,
     previous: Placement | None = None,
     workload: Workload | None = None,
+    traits: ExpertTraits | None = None,
+    traffic: Traffic | None = None,
 ) -> Placement:
     """Place a model on a cluster, or raise `PlacementError` with the bytes that are needed and available.
 
@@ -36,7 +39,15 @@ def plan_placement(
     """
     if cluster.plan == "home":
         return lay_out(
-            cluster, footprint, epoch=epoch, demand=demand, speeds=speeds, pins=pins, previous=previous
+            cluster,
+            footprint,
+            epoch=epoch,
+            demand=demand,
+            speeds=speeds,
+            pins=pins,
+            previous=previous,
+            traits=traits,
+            traffic=traffic,
         )
     return choose_plan(
         cluster,
@@ -48,4 +59,6 @@ def plan_placement(
         pins=pins,
         previous=previous,
         epoch=epoch,
+        traits=traits,
+        traffic=traffic,
     ).placement

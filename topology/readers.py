@@ -6,7 +6,7 @@ Knows neither tables nor lines.
 import re
 from collections.abc import Callable
 
-from topology.cluster import DEVICES, PLANS, ROLES, WEIGHT_FORMATS, did_you_mean
+from topology.cluster import DEVICES, PLACEMENTS, PLANS, ROLES, SELECTORS, WEIGHT_FORMATS, did_you_mean
 from topology.ids import ExpertId
 
 Reader = Callable[[object], object]
@@ -82,6 +82,8 @@ def read_one_of(what: str, allowed: tuple[str, ...]) -> Callable[[object], str]:
 
 read_device = read_one_of("device", DEVICES)
 read_plan = read_one_of("plan", PLANS)
+read_placement = read_one_of("placement", PLACEMENTS)
+read_selector = read_one_of("selector", SELECTORS)
 
 
 def read_weight_format(value: object) -> str:

@@ -21,6 +21,7 @@ from topology.layout import every_home, lay_out
 from topology.node_plan import GroupPlan, Placement, Stage
 from topology.speeds import LinkSpeed, Machines, NodeSpeed, machines_of
 from topology.step_time import GroupPrediction, PlacementClock
+from topology.traits import ExpertTraits, Traffic
 from topology.workload import THROUGHPUT, Workload, growing_counts
 
 SOLO, HOME, HOMES, STAGES = "solo", "home", "every home", "stages"
@@ -88,6 +89,8 @@ def choose_plan(
     pins: Mapping[ExpertId, str] | None = None,
     previous: Placement | None = None,
     epoch: int = 1,
+    traits: ExpertTraits | None = None,
+    traffic: Traffic | None = None,
 ) -> ClusterPlan:
     """The fastest feasible plan of the kinds that `cluster.plan` allows, laid out; `PlacementError` if there is none.
 
@@ -121,6 +124,8 @@ def choose_plan(
             pins=pins,
             previous=previous,
             kv_floor_tokens=workload.kv_tokens,
+            traits=traits,
+            traffic=traffic,
         )
         clock = PlacementClock(footprint, machines, placement, demand=demand)
 
@@ -181,7 +186,7 @@ def choose_plan(
     if best is None or chosen is None:
         if error is not None:
             raise error
-        lay_out(cluster, footprint, epoch=epoch, pins=pins)  # says what is short
+        lay_out(cluster, footprint, epoch=epoch, pins=pins, traits=traits)  # says what is short
         raise PlacementError(
             f'no plan of the kind "{cluster.plan}" fits these nodes', needed_bytes=0, available_bytes=0
         )
