@@ -218,14 +218,17 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     from edge_runtime.launch import COORDINATOR, recorded
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.footprint import footprint
+    from edge_runtime.selector.learned import find_traits
 
     checkpoint = Checkpoint.open(cluster.model)
     parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
+    traits = find_traits(cluster, checkpoint.model_hash)
     daemon = CoordinatorDaemon(
         cluster,
         parts,
-        plan_for(cluster, parts, cluster.node_names),
+        plan_for(cluster, parts, cluster.node_names, traits=traits),
         model_hash=checkpoint.model_hash,
+        traits=traits,
         keys=keys,
         clock=SystemClock(),
     )
@@ -406,12 +409,15 @@ def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bo
         return
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.footprint import footprint
+    from edge_runtime.selector.learned import find_traits
     from edge_runtime.tables import plan_body, plan_table
     from topology.placement import plan_placement
 
     cluster = read_cluster(resolve_topology_path(topology))
-    parts = footprint(Checkpoint.open(cluster.model), context_tokens=cluster.context_tokens)
-    body = plan_body(cluster, parts, plan_placement(cluster, parts))
+    checkpoint = Checkpoint.open(cluster.model)
+    parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
+    traits = find_traits(cluster, checkpoint.model_hash)
+    body = plan_body(cluster, parts, plan_placement(cluster, parts, traits=traits), traits)
     click.echo(json.dumps(body) if as_json else plan_table(body))
 
 
@@ -421,13 +427,16 @@ def _plan_between(old: Path, file: Path) -> "Planned":
     from edge_runtime.coordinator.preview import preview_of
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.footprint import footprint
+    from edge_runtime.selector.learned import find_traits
     from topology.placement import plan_placement
 
     before, after = read_cluster(old), read_cluster(file)
-    parts = footprint(Checkpoint.open(after.model), context_tokens=after.context_tokens)
-    placement = plan_placement(before, parts)
-    plan = Plan(after, plan_for(after, parts, after.node_names, placement, placement.epoch + 1))
-    return preview_of(before, placement, before.node_names, plan, parts)
+    checkpoint = Checkpoint.open(after.model)
+    parts = footprint(checkpoint, context_tokens=after.context_tokens)
+    traits = find_traits(after, checkpoint.model_hash)
+    placement = plan_placement(before, parts, traits=traits)
+    plan = Plan(after, plan_for(after, parts, after.node_names, placement, placement.epoch + 1, traits))
+    return preview_of(before, placement, before.node_names, plan, parts, traits)
 
 
 def _plan_running(file: Path, topology: Path | None) -> "Planned":

@@ -81,12 +81,13 @@ def _kernels() -> Finding:
 def _model(cluster: Cluster) -> Finding:
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.footprint import footprint
+    from edge_runtime.selector.learned import find_traits
     from topology.placement import plan_placement
 
     try:
         checkpoint = Checkpoint.open(cluster.model)
         parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
-        placement = plan_placement(cluster, parts)
+        placement = plan_placement(cluster, parts, traits=find_traits(cluster, checkpoint.model_hash))
     except (EdgeError, TopologyError) as error:
         return Finding("model", False, str(error))
     planned = sum(plan.planned_bytes for plan in placement.nodes)

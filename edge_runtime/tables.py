@@ -8,8 +8,10 @@ from rich.table import Table
 
 from topology.cluster import Cluster
 from topology.costs import ModelFootprint
+from topology.coverage import coverage_of
 from topology.explain import explain
 from topology.placement import Placement
+from topology.traits import ExpertTraits
 
 MIB = 2**20
 MAX_WIDTH = 2000  # characters of a line: nothing is ever folded
@@ -60,8 +62,10 @@ def status_table(body: dict[str, Any]) -> str:
     return "\n".join([*head, "", _text(table), *faults])
 
 
-def plan_body(cluster: Cluster, footprint: ModelFootprint, placement: Placement) -> dict[str, Any]:
-    """What `plan --json` prints: every node's share in bytes, and the whole."""
+def plan_body(
+    cluster: Cluster, footprint: ModelFootprint, placement: Placement, traits: ExpertTraits | None = None
+) -> dict[str, Any]:
+    """What `plan --json` prints: every node's share in bytes, and the whole; `coverage` where a model is calibrated."""
     copies = placement.copies()
     return {
         "cluster": cluster.name,
@@ -71,6 +75,9 @@ def plan_body(cluster: Cluster, footprint: ModelFootprint, placement: Placement)
         "copies": sum(copies.values()),
         "memory_ratio": cluster.memory_ratio,
         "replicated": sum(count > 1 for count in copies.values()),
+        "placement": placement.rule,
+        "load_bytes": sum(plan.trunk_bytes + plan.expert_bytes for plan in placement.nodes),
+        "coverage": asdict(coverage_of(placement, traits)) if traits is not None else None,
         "nodes": [asdict(row) for row in explain(placement, cluster, footprint)],
     }
 
@@ -95,7 +102,20 @@ def plan_table(body: dict[str, Any]) -> str:
         f"cluster {body['cluster']}: {body['experts']} experts in {body['copies']} copies "
         f"(at most {body['memory_ratio']:g} per expert), {body['replicated']} of them more than once; sizes in MiB"
     )
-    return "\n".join([head, "", _text(table), "", *reasons])
+    return "\n".join([head, _rule_line(body), "", _text(table), "", *reasons])
+
+
+def _rule_line(body: dict[str, Any]) -> str:
+    """By what rule experts were placed, what has to be loaded, and what part of the choices finds its expert at home."""
+    line = f"placed by {body['placement']}, {_mib(body['load_bytes'])} MiB to load in all"
+    found = body["coverage"]
+    if found is None:
+        return f"{line}; the model is not calibrated, so nothing is predicted of what is served where"
+    together = "" if found["apart"] == 1 else f"; {1 - found['apart']:.1%} of groups stand whole on one node"
+    return (
+        f"{line}; predicted where requests live: {found['exact']:.1%} of choices served exactly, {found['covered']:.1%} "
+        f"with stand-ins of the same similarity group{together}"
+    )
 
 
 def _mib(num_bytes: int) -> str:

@@ -24,7 +24,8 @@ def shuffle(
     generator = random.Random(seed)
     for layer in sorted({expert.layer for expert in experts}):
         held = [
-            sorted(e for e in shelf.experts if e.layer == layer and e not in shelf.pinned) for shelf in shelves
+            sorted(e for e in shelf.experts if e.layer == layer and e not in shelf.pinned)
+            for shelf in shelves
         ]
         mixed = [expert for part in held for expert in part]
         generator.shuffle(mixed)
@@ -44,7 +45,11 @@ def shuffle(
 
 
 def balance_load(
-    shelves: Sequence[Shelf], experts: Sequence[ExpertId], demand: Mapping[ExpertId, float], *, max_copies: int
+    shelves: Sequence[Shelf],
+    experts: Sequence[ExpertId],
+    demand: Mapping[ExpertId, float],
+    *,
+    max_copies: int,
 ) -> None:
     """A further copy to whoever has the most demand per copy, then heaviest first to the node with the least demand.
 
@@ -75,7 +80,12 @@ def balance_load(
 
 
 def fewest_calls(
-    shelves: Sequence[Shelf], experts: Sequence[ExpertId], traits: ExpertTraits, traffic: Traffic, *, max_copies: int
+    shelves: Sequence[Shelf],
+    experts: Sequence[ExpertId],
+    traits: ExpertTraits,
+    traffic: Traffic,
+    *,
+    max_copies: int,
 ) -> None:
     """Each node takes what its own requests choose most, layers sharing its room by the entropy of what is chosen there;
     then each expert that nobody took replaces the least used further copy.
@@ -97,7 +107,9 @@ def fewest_calls(
         range(len(shelves)),
         key=lambda at: (not shelves[at].home_layers, -traffic.share_of(shelves[at].node), shelves[at].node),
     )
-    fair = [max(1, budget * shelf.room_bytes // max(1, sum(s.room_bytes for s in shelves))) for shelf in shelves]
+    fair = [
+        max(1, budget * shelf.room_bytes // max(1, sum(s.room_bytes for s in shelves))) for shelf in shelves
+    ]
     for at in order:
         for layer, quota in _slots(fair[at], tables[at], traits.layers).items():
             of_layer = [expert for expert in experts if expert.layer == layer]
@@ -112,9 +124,10 @@ def fewest_calls(
             at = max(able, key=lambda at: (worth[at, expert], -shelves[at].burden, shelves[at].node))
             budget -= 1
         else:
-            at = _least_missed(shelves, expert, copies, worth)
-            if at is None:
+            freed = _least_missed(shelves, expert, copies, worth)
+            if freed is None:
                 continue
+            at = freed
         shelves[at].put(expert)
         copies[expert] += 1
 

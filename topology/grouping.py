@@ -94,7 +94,9 @@ def group_experts(
     for row in range(num_rows):
         alike = similarity[row].astype(np.float64)
         by_frequency = np.argsort(-frequency[row].astype(np.float64), kind="stable").tolist()
-        for group, members in enumerate(_layer_groups(alike, by_frequency, thresholds[row], caps[row], complete)):
+        for group, members in enumerate(
+            _layer_groups(alike, by_frequency, thresholds[row], caps[row], complete)
+        ):
             group_of[row, members] = group
             dominant[row, members] = members[0]
     return Groups(group_of, dominant)

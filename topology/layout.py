@@ -114,9 +114,7 @@ def lay_out(
     )
 
 
-def _refuse_missing_traits(
-    cluster: Cluster, footprint: ModelFootprint, traits: ExpertTraits | None
-) -> None:
+def _refuse_missing_traits(cluster: Cluster, footprint: ModelFootprint, traits: ExpertTraits | None) -> None:
     if cluster.placement in NEED_TRAITS and footprint.moe_layers:
         if traits is None:
             raise TopologyError(

@@ -5,7 +5,7 @@ A rule settles shelves on which every expert stands once, and says where further
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from topology.baselines import balance_load, fewest_calls, shuffle
 from topology.cluster import PLACEMENTS
@@ -30,7 +30,7 @@ class Rule:
     demand: Mapping[ExpertId, float] | None = None
     """Tokens that each expert receives, in any unit; None if all are alike."""
     traits: ExpertTraits | None = None
-    traffic: Traffic = Traffic()
+    traffic: Traffic = field(default_factory=Traffic)
 
     def settle(self, shelves: Sequence[Shelf], experts: Sequence[ExpertId], *, max_copies: int) -> None:
         """Rearrange shelves that hold every expert once, and put further copies where the rule wants them."""
@@ -50,9 +50,7 @@ class Rule:
         if self.name in (SIMILARITY, POPULARITY):
             weight = {"stand_in_weight": 0.0} if self.name == POPULARITY else {}
             room = max_copies - sum(len(shelf.experts) for shelf in shelves)
-            add_copies_by_benefit(
-                shelves, experts, self._traits(), self.traffic, max_replicas=room, **weight
-            )
+            add_copies_by_benefit(shelves, experts, self._traits(), self.traffic, max_replicas=room, **weight)
         # What is left over spares nobody a call, and makes up for lost nodes.
         room = max_copies - sum(len(shelf.experts) for shelf in shelves)
         add_replicas(shelves, experts, max_replicas=room, demand=self.demand)

@@ -46,7 +46,9 @@ class ExpertTraits:
         if len(mix) != len(self.by_cluster):
             raise ValueError(f"a mix of {len(mix)} clusters, expected {len(self.by_cluster)}")
         weights = np.asarray(mix, dtype=np.float64)
-        return shares(np.einsum("c,cme->me", weights, self.by_cluster)) if weights.sum() > 0 else self.frequency
+        return (
+            shares(np.einsum("c,cme->me", weights, self.by_cluster)) if weights.sum() > 0 else self.frequency
+        )
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ from topology.costs import ModelFootprint
 from topology.errors import TopologyError
 from topology.files import read_cluster_text
 from topology.placement import Placement
+from topology.traits import ExpertTraits
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +90,13 @@ class CoordinatorDaemon:
         keys: Keys | None,
         clock: Clock,
         homeless_s: float = HOMELESS_S,
+        traits: ExpertTraits | None = None,
     ) -> None:
-        """homeless_s: how long a request whose home is gone waits for another, seconds."""
-        self._epochs = epochs.Epochs(cluster, footprint, placement, clock.now())
+        """homeless_s: how long a request whose home is gone waits for another, seconds.
+
+        traits  what calibration found of the experts
+        """
+        self._epochs = epochs.Epochs(cluster, footprint, placement, clock.now(), traits)
         self._footprint = footprint
         self._clock = clock
         self._keys = keys
@@ -506,7 +511,9 @@ class CoordinatorDaemon:
         plan = self._epochs.plan(wanted)
         if message.only_plan:
             present = {record.name for record in self._state.nodes.values() if record.phase in epochs.HERE}
-            return preview_of(self._cluster, self._placement, present, plan, self._footprint)
+            return preview_of(
+                self._cluster, self._placement, present, plan, self._footprint, self._epochs.traits
+            )
         return self._epochs.apply_plan(plan, f"{message.source} was applied", self._clock.now())
 
     def _shut_down(self) -> None:

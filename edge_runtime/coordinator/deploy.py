@@ -12,6 +12,7 @@ from topology.cluster import Cluster, find_node
 from topology.costs import ModelFootprint, context_limit
 from topology.errors import TopologyError
 from topology.placement import Placement, plan_placement
+from topology.traits import ExpertTraits
 
 
 class Plan(NamedTuple):
@@ -36,8 +37,11 @@ def plan_for(
     present: Collection[str],
     previous: Placement | None = None,
     epoch: int = 1,
+    traits: ExpertTraits | None = None,
 ) -> Placement:
     """Place the model on the nodes of the file that are present, moving as little as may be.
+
+    traits  what calibration found of the experts, for files whose `placement` looks at it
 
     Raises PlacementError if they cannot hold it, TopologyError for a placement that cannot be carried out yet.
     """
@@ -46,7 +50,7 @@ def plan_for(
         nodes=tuple(node for node in cluster.nodes if node.name in present),
         pins=tuple(pin for pin in cluster.pins if pin.node in present),
     )
-    placement = plan_placement(there, footprint, epoch=epoch, previous=previous)
+    placement = plan_placement(there, footprint, epoch=epoch, previous=previous, traits=traits)
     for share in placement.nodes:
         if 0 < share.last_layer - share.first_layer < footprint.num_layers:
             raise TopologyError(
@@ -60,7 +64,7 @@ def plan_for(
 def refuse_unchangeable(running: Cluster, wanted: Cluster) -> None:
     """Raise TopologyError if `wanted` changes what only a new start can change."""
     faults = []
-    for key in ("name", "model", "coordinator", "keys", "heartbeat_s", "lost_after_s"):
+    for key in ("name", "model", "coordinator", "keys", "calibration", "heartbeat_s", "lost_after_s"):
         found, expected = getattr(wanted, key), getattr(running, key)
         if found != expected:
             faults.append(

@@ -17,6 +17,7 @@ from topology.cluster import DECODE, Cluster
 from topology.costs import ModelFootprint
 from topology.errors import TopologyError
 from topology.placement import Placement
+from topology.traits import ExpertTraits
 
 CHANGE_S = 120.0  # how long loading another placement may take, and switching to it
 RETRY_S = 2.0  # after a change that did not work out; doubled each time ...
@@ -88,7 +89,14 @@ class Epochs:
     change  the change under way, None most of the time
     """
 
-    def __init__(self, cluster: Cluster, footprint: ModelFootprint, placement: Placement, now: float) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        footprint: ModelFootprint,
+        placement: Placement,
+        now: float,
+        traits: ExpertTraits | None = None,
+    ) -> None:
         self.state = states.initial_state(
             list(cluster.node_names), placement.epoch, cluster.heartbeat_s, cluster.lost_after_s
         )
@@ -97,6 +105,7 @@ class Epochs:
         self.change: redeploy.Change | None = None
         self.outcomes: collections.deque[Outcome] = collections.deque(maxlen=KEPT_OUTCOMES)
         self._footprint = footprint
+        self.traits = traits
         self._newest = (
             placement.epoch
         )  # no epoch is ever used twice: a node may still be at work on an old one
@@ -260,7 +269,7 @@ class Epochs:
             raise TopologyError(
                 f"no node is left that may answer requests; {', '.join(names) or 'nobody'} is there"
             )
-        return plan_for(cluster, self._footprint, names, self.placement, self._newest + 1)
+        return plan_for(cluster, self._footprint, names, self.placement, self._newest + 1, self.traits)
 
     def _begin(
         self, plan: Plan, why: str, now: float, leaving: frozenset[str] = frozenset()

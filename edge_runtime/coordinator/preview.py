@@ -1,19 +1,26 @@
 """What another topology file would change, as the message that says so. Pure; knows no socket and begins nothing."""
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from edge_runtime.coordinator.deploy import Plan
 from edge_runtime.protocol import Planned
 from topology.cluster import Cluster
 from topology.costs import ModelFootprint
+from topology.coverage import coverage_of
 from topology.diff import ClusterDiff, diff_clusters
 from topology.placement import Placement
+from topology.traits import ExpertTraits
 
 
 def preview_of(
-    cluster: Cluster, placement: Placement, present: Collection[str], plan: Plan, footprint: ModelFootprint
+    cluster: Cluster,
+    placement: Placement,
+    present: Collection[str],
+    plan: Plan,
+    footprint: ModelFootprint,
+    traits: ExpertTraits | None = None,
 ) -> Planned:
     """The difference between what runs, of which the nodes in `present` are there, and `plan`.
 
@@ -21,7 +28,16 @@ def preview_of(
     """
     held = replace(placement, nodes=tuple(share for share in placement.nodes if share.node in present))
     diff = diff_clusters(cluster, held, plan.cluster, plan.placement, footprint)
-    return Planned(diff_text(diff), diff_body(diff))
+    text, body = diff_text(diff), diff_body(diff)
+    if traits is not None:
+        before, after = coverage_of(held, traits), coverage_of(plan.placement, traits)
+        body |= {"coverage_before": asdict(before), "coverage_after": asdict(after)}
+        if before != after:
+            text += (
+                f"\nserved where requests live: {before.exact:.1%} exactly now and {after.exact:.1%} then, with "
+                f"stand-ins {before.covered:.1%} and {after.covered:.1%}, as predicted"
+            )
+    return Planned(text, body)
 
 
 def diff_text(diff: ClusterDiff) -> str:

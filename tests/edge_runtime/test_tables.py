@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from edge_runtime.tables import plan_body, plan_table, status_table
 from tests.support.coordinators import cluster, footprint
+from tests.support.traits import traits_of
 from topology.cluster import MIB
 from topology.placement import plan_placement
 
@@ -81,3 +82,13 @@ def test_a_plan_shows_the_same_bytes_as_its_json():
         [line] = [line for line in text.splitlines() if line.startswith(f"{row['name']} ")]
         assert f"{plan.planned_bytes / MIB:.1f}" in line.split()
         assert f"{row['name']}: {row['why']}" in text
+
+
+def test_a_plan_of_a_calibrated_model_says_what_is_served_where_requests_live():
+    parts = footprint()
+    found = replace(cluster("n1", "n2"), memory_ratio=1.5, placement="similarity")
+    traits = traits_of(parts.moe_layers, parts.experts_per_layer)
+    body = plan_body(found, parts, plan_placement(found, parts, traits=traits), traits)
+    assert 0 < body["coverage"]["exact"] <= body["coverage"]["covered"] <= 1
+    line = plan_table(body).splitlines()[1]
+    assert line.startswith("placed by similarity, ") and f"{body['coverage']['exact']:.1%} of choices" in line

@@ -1,7 +1,11 @@
 """Made-up findings of a calibration: seeded tables of the shapes that the real one writes."""
 
-import numpy as np
+from pathlib import Path
 
+import numpy as np
+import torch
+
+from edge_runtime.artifacts import write_section
 from topology.grouping import Groups, group_experts, quantile_thresholds
 from topology.traits import ExpertTraits, shares
 
@@ -42,3 +46,33 @@ def traits_of(
         )
         frequency = shares(by_cluster.sum(axis=0))
     return ExpertTraits(layers, frequency, similarity, groups_of(similarity, frequency), by_cluster)
+
+
+def write_artifact(
+    folder: Path, model_hash: str, layers: tuple[int, ...], num_experts: int, seed: int = 0
+) -> Path:
+    """A made-up calibration artifact with what placement and selector read, in the form of the real one."""
+    similarity, frequency = (
+        similarity_of(len(layers), num_experts, seed),
+        frequency_of(len(layers), num_experts, seed),
+    )
+    generator = np.random.default_rng(seed + 2)
+    mismatch = np.clip(1.4 - similarity + 0.05 * generator.normal(size=similarity.shape), 0.05, None)
+    mismatch[:, range(num_experts), range(num_experts)] = 0.0
+    transitions = generator.integers(0, 50, size=(len(layers) - 1, num_experts, num_experts))
+    meta = {"layers": list(layers)}
+
+    def write(section: str, **tensors: np.ndarray) -> None:
+        of_section = {name: torch.from_numpy(np.ascontiguousarray(table)) for name, table in tensors.items()}
+        write_section(folder, section, of_section, meta, model_hash=model_hash)
+
+    write(
+        "frequency",
+        overall=frequency.astype(np.float32),
+        by_domain=np.stack([frequency] * 2).astype(np.float32),
+    )
+    write("similarity", raw=similarity.astype(np.float16), centred=similarity.astype(np.float16))
+    write("mismatch", mismatch=mismatch.astype(np.float16))
+    write("sensitivity", sensitivity=np.linspace(0.3, 0.1, len(layers)).astype(np.float32))
+    write("transitions", transitions=transitions.astype(np.float32))
+    return folder

@@ -14,10 +14,10 @@ from topology.grouping import (
 )
 
 
-@given(
-    st.integers(1, 5), st.integers(1, 24), st.integers(0, 1000), st.floats(-0.2, 1.0), st.booleans()
-)
-def test_groups_partition_every_layer_and_keep_to_threshold_and_cap(layers, experts, seed, threshold, complete):
+@given(st.integers(1, 5), st.integers(1, 24), st.integers(0, 1000), st.floats(-0.2, 1.0), st.booleans())
+def test_groups_partition_every_layer_and_keep_to_threshold_and_cap(
+    layers, experts, seed, threshold, complete
+):
     similarity, frequency = similarity_of(layers, experts, seed), frequency_of(layers, experts, seed)
     caps = depth_caps(layers, experts)
     groups = group_experts(
@@ -38,10 +38,14 @@ def test_groups_partition_every_layer_and_keep_to_threshold_and_cap(layers, expe
 
 
 def test_the_most_frequent_expert_takes_in_the_most_similar_first():
-    similarity = np.array([[[1.0, 0.7, 0.8, 0.1], [0.7, 1, 0.9, 0.2], [0.8, 0.9, 1, 0.3], [0.1, 0.2, 0.3, 1]]])
+    similarity = np.array(
+        [[[1.0, 0.7, 0.8, 0.1], [0.7, 1, 0.9, 0.2], [0.8, 0.9, 1, 0.3], [0.1, 0.2, 0.3, 1]]]
+    )
     frequency = np.array([[0.2, 0.5, 0.2, 0.1]])
     two = group_experts(similarity, frequency, thresholds=[0.6], caps=[2])
-    assert two.members(0) == [[1, 2], [0], [3]], "around 1, which has room for one more; 0 and 3 are not alike"
+    assert two.members(0) == [[1, 2], [0], [3]], (
+        "around 1, which has room for one more; 0 and 3 are not alike"
+    )
     three = group_experts(similarity, frequency, thresholds=[0.6], caps=[4])
     assert three.members(0) == [[0, 1, 2], [3]]
     assert three.dominant[0].tolist() == [1, 1, 1, 3]

@@ -251,6 +251,13 @@ rtt = "5 ms"
             "[cluster] memory_ratio",
             "(each expert once) to 1000",
         ),
+        (
+            'name = "home"',
+            'name = "home"\nplacement = "similar"',
+            3,
+            "[cluster] placement",
+            'did you mean "similarity"',
+        ),
         ('name = "home"', 'name = "home"\nmemory_ratio = nan', 3, "[cluster] memory_ratio", "to 1000"),
         ('name = "home"', 'name = "home"\nmemory_ratio = 1e308', 3, "[cluster] memory_ratio", "to 1000"),
         ('roles = ["experts"]', "threads = 9223372036854775807", 14, "[[node]] attic: threads", "to 1024"),

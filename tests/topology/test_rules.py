@@ -137,9 +137,7 @@ def test_copies_go_to_where_requests_live():
         built("similarity", nodes, 1.5), SMALL, traits=TRAITS, traffic=Traffic({"busy": 9.0, "idle": 0.0})
     )
     copies = placement.copies()
-    extra = {
-        plan.node: sum(copies[expert] > 1 for expert in plan.experts) for plan in placement.nodes
-    }
+    extra = {plan.node: sum(copies[expert] > 1 for expert in plan.experts) for plan in placement.nodes}
     assert extra["busy"] > extra["idle"]
     lone = coverage("similarity", nodes, 1.5, Traffic({"busy": 9.0, "idle": 0.0}))
     even = coverage("similarity", nodes, 1.5, Traffic())

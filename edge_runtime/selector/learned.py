@@ -1,0 +1,103 @@
+"""What calibration learned that placement and selector look at, read from an artifact into tables. Knows no cluster.
+
+Groups are made here and nowhere else, so that planner and nodes mean the same ones.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.artifacts import Artifact, artifact_folder
+from edge_runtime.errors import ArtifactError
+from topology.cluster import Cluster
+from topology.grouping import group_experts, quantile_thresholds
+from topology.traits import ExpertTraits, Floats, shares
+
+FREQUENCY, SIMILARITY, MISMATCH, SENSITIVITY, TRANSITIONS = (
+    "frequency",
+    "similarity",
+    "mismatch",
+    "sensitivity",
+    "transitions",
+)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a substitution costs, and what follows what. M MoE layers, E experts.
+
+    layers       the model's layer of each row
+    loss         [M, E, E] float32, relative loss of a token when column j stands in for row i at gate weight 1
+    transitions  [M-1, E, E] float64, share of choices of an expert that are followed by each expert one layer on
+    """
+
+    layers: tuple[int, ...]
+    loss: NDArray[np.float32]
+    transitions: Floats
+
+
+def find_artifact(cluster: Cluster, model_hash: str) -> Artifact | None:
+    """The artifact that a topology file names, else the one in the model's folder; None if there is none there."""
+    if cluster.calibration is not None:
+        return Artifact.open(cluster.calibration, model_hash=model_hash)
+    beside = artifact_folder(cluster.model)
+    return Artifact.open(beside, model_hash=model_hash) if beside.is_dir() else None
+
+
+def find_traits(cluster: Cluster, model_hash: str) -> ExpertTraits | None:
+    """What calibration found of the experts of a cluster's model; None where there is no artifact, or it lacks that."""
+    artifact = find_artifact(cluster, model_hash)
+    return read_traits(artifact) if artifact is not None else None
+
+
+def read_traits(artifact: Artifact) -> ExpertTraits | None:
+    """Frequencies and groups; None if the artifact lacks a section for them."""
+    if not (artifact.has(FREQUENCY) and artifact.has(SIMILARITY)):
+        return None
+    counted = artifact.tensors(FREQUENCY)
+    similarity = artifact.tensor(SIMILARITY, "centred").double().numpy()
+    overall = shares(artifact.tensor(FREQUENCY, "overall").double().numpy())
+    by_domain = counted.get("by_domain")
+    _check_shape(artifact, SIMILARITY, similarity, (*overall.shape, overall.shape[1]))
+    groups = group_experts(similarity, overall, thresholds=quantile_thresholds(similarity))
+    clusters = None if by_domain is None else shares(by_domain.double().numpy())
+    return ExpertTraits(layers_of(artifact), overall, similarity, groups, clusters)
+
+
+def read_losses(artifact: Artifact) -> Losses | None:
+    """What a selector needs beside the groups; None if the artifact lacks a section for it."""
+    if not (artifact.has(MISMATCH) and artifact.has(SENSITIVITY)):
+        return None
+    mismatch = artifact.tensor(MISMATCH, "mismatch").float().numpy()
+    sensitivity = artifact.tensor(SENSITIVITY, "sensitivity").float().numpy()
+    num_rows, num_experts = mismatch.shape[:2]
+    _check_shape(artifact, MISMATCH, mismatch, (num_rows, num_experts, num_experts))
+    _check_shape(artifact, SENSITIVITY, sensitivity, (num_rows,))
+    loss = np.maximum(sensitivity, 0.0)[:, None, None] * np.maximum(mismatch, 0.0)
+    loss[~np.isfinite(loss)] = np.inf  # a pair that was never measured costs more than any budget
+    if artifact.has(TRANSITIONS):
+        counts = artifact.tensor(TRANSITIONS, "transitions").double().numpy()
+        _check_shape(artifact, TRANSITIONS, counts, (num_rows - 1, num_experts, num_experts))
+    else:
+        counts = np.zeros((num_rows - 1, num_experts, num_experts))
+    return Losses(layers_of(artifact), loss, shares(counts + 1.0))
+
+
+def layers_of(artifact: Artifact) -> tuple[int, ...]:
+    """The model's layers that the rows of every section stand for."""
+    layers = artifact.meta(FREQUENCY).get("layers")
+    if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
+        raise ArtifactError(
+            f"calibration artifact {artifact.folder}: section {FREQUENCY} does not say which layers it describes; "
+            "run `edge-runtime calibrate` again"
+        )
+    return tuple(layers)
+
+
+def _check_shape(artifact: Artifact, section: str, found: NDArray, expected: tuple[int, ...]) -> None:
+    if found.shape != expected:
+        raise ArtifactError(
+            f"calibration artifact {artifact.folder}: section {section} has the shape {list(found.shape)}, expected "
+            f"{list(expected)}; run `edge-runtime calibrate` again"
+        )

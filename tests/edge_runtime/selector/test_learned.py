@@ -1,0 +1,65 @@
+"""From an artifact to the tables of planner and selector, and what is said where that cannot be."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from edge_runtime.artifacts import Artifact, write_section
+from edge_runtime.errors import ArtifactError
+from edge_runtime.selector.learned import find_traits, read_losses, read_traits
+from tests.support.planning import cluster
+from tests.support.traits import write_artifact
+
+HASH = "a" * 32
+LAYERS = (1, 3, 4)
+
+
+@pytest.fixture
+def artifact(tmp_path) -> Artifact:
+    return Artifact.open(write_artifact(tmp_path / "calibration", HASH, LAYERS, 6), model_hash=HASH)
+
+
+def test_tables_come_by_layer_and_groups_partition_them(artifact):
+    traits, losses = read_traits(artifact), read_losses(artifact)
+    assert traits.layers == losses.layers == LAYERS
+    assert traits.frequency.sum(axis=1) == pytest.approx(np.ones(3))
+    assert traits.groups.group_of.shape == (3, 6) and traits.by_cluster.shape == (2, 3, 6)
+    assert (losses.loss[:, range(6), range(6)] == 0).all() and (losses.loss >= 0).all()
+    assert losses.transitions.sum(axis=2) == pytest.approx(np.ones((2, 6)))
+    assert (losses.transitions > 0).all(), "what was never seen may still happen"
+
+
+def test_a_cluster_finds_the_artifact_in_its_models_folder_or_by_name(tmp_path):
+    write_artifact(tmp_path / "calibration", HASH, LAYERS, 6)
+    write_artifact(tmp_path / "elsewhere", HASH, LAYERS, 6, seed=1)
+    beside = find_traits(replace(cluster(), model=str(tmp_path)), HASH)
+    named = find_traits(
+        replace(cluster(), model=str(tmp_path), calibration=str(tmp_path / "elsewhere")), HASH
+    )
+    assert not np.allclose(beside.frequency, named.frequency)
+    assert find_traits(replace(cluster(), model=str(tmp_path / "elsewhere")), HASH) is None
+    with pytest.raises(ArtifactError, match="does not exist"):
+        find_traits(replace(cluster(), calibration=str(tmp_path / "nowhere")), HASH)
+
+
+def test_the_artifact_of_another_model_is_refused_with_both_hashes(tmp_path):
+    write_artifact(tmp_path / "calibration", HASH, LAYERS, 6)
+    with pytest.raises(ArtifactError, match=f"{HASH}, expected {'b' * 32}"):
+        find_traits(replace(cluster(), model=str(tmp_path)), "b" * 32)
+
+
+def test_tables_of_unequal_shapes_are_refused_and_absent_ones_are_nothing(artifact):
+    write_section(artifact.folder, "mismatch", {"mismatch": torch.zeros(2, 6, 6)}, model_hash=HASH)
+    with pytest.raises(ArtifactError, match=r"section sensitivity has the shape \[3\], expected \[2\]"):
+        read_losses(Artifact.open(artifact.folder))
+    empty = artifact.folder / "empty"
+    write_section(empty, "frequency", {"overall": torch.ones(3, 6)}, model_hash=HASH)
+    assert read_losses(Artifact.open(empty)) is None and read_traits(Artifact.open(empty)) is None
+
+
+def test_a_pair_that_was_never_measured_costs_more_than_any_budget(artifact):
+    mismatch = torch.full((3, 6, 6), float("nan"))
+    write_section(artifact.folder, "mismatch", {"mismatch": mismatch}, model_hash=HASH)
+    assert (read_losses(Artifact.open(artifact.folder)).loss == np.inf).all()
