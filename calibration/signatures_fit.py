@@ -5,13 +5,17 @@ made by `edge_runtime.routing.clusters`, which a coordinator runs again when its
 N requests, L MoE layers, E experts.
 """
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from edge_runtime.artifacts import Artifact, write_section
 from edge_runtime.errors import ArtifactError
 from edge_runtime.routing.clusters import fit_clusters, refuse_useless
+from edge_runtime.routing.fit import SECTION
 from edge_runtime.routing.signature import LEAST_NORM, Floats, SignatureRule, idf_weights, unit_rows
 
 NUM_PAIRS = 30_000
@@ -57,7 +61,7 @@ def fit_section(
     told = signatures.any(axis=1)  # a request of common choices alone says nothing about clusters
     refuse_useless(signatures[told], num_homes)
     clusters = fit_clusters(signatures[told], num_homes, balanced=balanced)
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "idf": weights,
         "layer_mask": np.array(mask.layers, dtype=np.int32),
         "signatures": signatures[told].astype(np.float16),
@@ -65,7 +69,7 @@ def fit_section(
         "labels": clusters.labels.astype(np.int32),
         "decode_counts": decode_counts[told].astype(np.int16),
     }
-    meta = {
+    meta: dict[str, Any] = {
         "num_clusters": num_homes,
         "rounds": clusters.rounds,
         "rho": mask.rho,
@@ -75,6 +79,22 @@ def fit_section(
         "requests_without_signature": int((~told).sum()),
     }
     return tensors, meta
+
+
+def write_fit(folder: str | Path, num_homes: int) -> dict[str, Any]:
+    """Fit an artifact's recorded requests and write section `signature_fit` beside them; its meta."""
+    artifact = Artifact.open(folder)
+    recorded = artifact.tensors("requests")
+    counts = [recorded[name].numpy() for name in ("prefill_counts", "decode_counts") if name in recorded]
+    if len(counts) != 2:
+        raise ArtifactError(
+            f"calibration artifact {folder}: section requests lacks prefill_counts or decode_counts; "
+            "run `edge-runtime calibrate` again"
+        )
+    tensors, meta = fit_section(counts[0], counts[1], num_homes)
+    held = {name: torch.from_numpy(np.ascontiguousarray(tensor)) for name, tensor in tensors.items()}
+    write_section(folder, SECTION, held, meta, model_hash=artifact.model_hash)
+    return meta
 
 
 def refuse_counts(prefill_counts: np.ndarray, decode_counts: np.ndarray) -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import spearmanr
 
 from calibration.signatures_fit import (
@@ -11,7 +12,9 @@ from calibration.signatures_fit import (
     rank_quality,
     select_layers,
     variant_values,
+    write_fit,
 )
+from edge_runtime.artifacts import Artifact, write_section
 from edge_runtime.errors import ArtifactError
 from edge_runtime.routing.fit import SECTION, band_for, read_fit
 from edge_runtime.routing.locality_band import PAPER
@@ -28,7 +31,7 @@ def recorded(
     telling = np.linspace(0, 1, layers)[:, None]
     p = telling * taste[domain] + (1 - telling) * rng.gamma(2, 1, (num_requests, layers, experts)) + 0.05
     p /= p.sum(axis=-1, keepdims=True)
-    return rng.poisson(p * 200).astype(np.int16), rng.poisson(p * 100).astype(np.int16), domain
+    return rng.poisson(p * 25).astype(np.int16), rng.poisson(p * 100).astype(np.int16), domain
 
 
 def slow_rho(prefill: np.ndarray, decode: np.ndarray, layers: list[int]) -> float:
@@ -69,7 +72,9 @@ def test_what_is_written_is_what_the_runtime_reads_and_domains_go_apart():
     assert meta["num_clusters"] == fit.num_clusters == 3 and meta["requests"] == 72
     router = band_for(fit, ["a", "b", "c"], PAPER)
     best = (fit.rule.signatures(prefill) @ router.centroids.T).argmax(axis=1)
-    assert all(len(set(best[domain == d])) == 1 for d in range(3)) and len(set(best)) == 3
+    of_domain = np.array([np.bincount(best[domain == d], minlength=3) for d in range(3)])
+    assert set(of_domain.argmax(axis=1)) == {0, 1, 2}
+    assert of_domain.max(axis=1).min() >= 20  # of 24
 
 
 def test_another_number_of_homes_gets_clusters_of_its_own_without_a_model():
@@ -134,3 +139,20 @@ def test_a_section_of_another_model_or_half_of_one_is_refused(change, told):
     with pytest.raises(ArtifactError, match=told):
         read_fit(changed, meta, layers=4, experts=12)
     assert SECTION == "signature_fit"
+
+
+def test_an_artifact_gets_its_fit_from_its_recorded_requests(tmp_path):
+    prefill, decode, _ = recorded(48)
+    counts = {"prefill_counts": torch.from_numpy(prefill), "decode_counts": torch.from_numpy(decode)}
+    write_section(tmp_path, "requests", counts, model_hash="m")
+    meta = write_fit(tmp_path, 4)
+    artifact = Artifact.open(tmp_path, model_hash="m")
+    tensors = {name: tensor.numpy() for name, tensor in artifact.tensors(SECTION).items()}
+    assert (
+        read_fit(tensors, artifact.meta(SECTION), layers=4, experts=12).num_clusters
+        == meta["num_clusters"]
+        == 4
+    )
+    write_section(tmp_path, "requests", {"prefill_counts": counts["prefill_counts"]}, model_hash="m")
+    with pytest.raises(ArtifactError, match="lacks prefill_counts or decode_counts"):
+        write_fit(tmp_path, 4)
