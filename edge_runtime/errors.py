@@ -34,6 +34,10 @@ class ArtifactError(UserError):
     """A calibration artifact is not what is needed; says which, what was found and expected, and what to do."""
 
 
+class CorpusError(UserError):
+    """Text that was given cannot be read or is too little; names file and line, or found and needed."""
+
+
 class RequestError(UserError):
     """A prompt or a request's options cannot be served; says the limit and the value."""
 

@@ -122,6 +122,11 @@ def commands_of(group: click.Group, prefix: str = "") -> dict[str, click.Command
         assert command is not None, name
         if isinstance(command, click.Group):
             found |= commands_of(command, f"{prefix}{name} ")
+            default = getattr(
+                command, "default_command", None
+            )  # what the group does without a command's name
+            if default is not None:
+                found[f"{prefix}{name}"] = default
         else:
             found[f"{prefix}{name}"] = command
     return found

@@ -172,6 +172,10 @@ class Decoder:
         )
         return rows.x, expert_ids, gate_weights
 
+    def gate_logits(self, num_rows: int) -> Tensor:
+        """[num_rows, E] float32: the scores behind what the last `attention_segment` chose, for whoever observes."""
+        return self._rows(num_rows).gate_logits
+
     def moe_segment(
         self,
         layer: int,

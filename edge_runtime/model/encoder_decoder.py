@@ -96,6 +96,9 @@ class EncoderDecoder(Decoder):
         assert spec.encoder is not None, "a model with an encoder"
         self._encoder = spec.encoder
         self._half: Half | None = None  # of the layer at hand
+        self._within: Tensor | None = (
+            None  # [n] int64, rows of the half that an expert had room for; None for all
+        )
 
     def embed(self, token_ids: Tensor, batch: AttentionBatch | TwoHalves | None = None) -> Tensor:
         """See Decoder."""
@@ -119,7 +122,7 @@ class EncoderDecoder(Decoder):
         half = self._half = batch.encoder if in_encoder else batch.decoder
         if not in_encoder and batch.encoder.num_rows:
             self._keep_encoder(layer, hidden, batch.encoder)
-        self.routed = half.rows
+        self.routed, self._within = half.rows, None
         if half.num_rows == 0:
             return hidden[:0], None, None
         rows = self._rows(half.num_rows)
@@ -142,9 +145,16 @@ class EncoderDecoder(Decoder):
         within = _within_capacity(expert_ids.view(-1), half.row_request, spec.gate.num_experts, capacity)
         if within.all():
             return rows.x, expert_ids, gate_weights
-        kept = within.nonzero().view(-1)
+        kept = self._within = within.nonzero().view(-1)
         self.routed = kept if half.rows is None else half.rows[kept]
         return rows.x[kept], expert_ids[kept], gate_weights[kept]
+
+    def gate_logits(self, num_rows: int) -> Tensor:
+        """See Decoder."""
+        if self._within is None:
+            return super().gate_logits(num_rows)
+        assert self._half is not None and len(self._within) == num_rows, "of the rows that were routed"
+        return super().gate_logits(self._half.num_rows)[self._within]
 
     def moe_segment(
         self,

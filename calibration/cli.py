@@ -1,0 +1,160 @@
+"""The command `edge-runtime calibrate`. Heavy imports are inside."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from calibration.passes import Progress
+
+__all__ = ["calibrate"]
+
+HIDDEN = "run"
+
+
+class _RunsByDefault(click.Group):
+    """`calibrate MODEL ...` is the hidden `calibrate run MODEL ...`; what names a subcommand is that subcommand."""
+
+    @property
+    def default_command(self) -> click.Command:
+        """What runs where no subcommand is named."""
+        return self.commands[HIDDEN]
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and not set(args) & set(context.help_option_names):
+            args = [HIDDEN, *args]
+        return super().parse_args(context, args)
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return [name for name in super().list_commands(context) if name != HIDDEN]
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options of `calibrate MODEL`, and then the subcommands."""
+        records = [
+            param.get_help_record(context)
+            for param in self.default_command.params
+            if isinstance(param, click.Option)
+        ]
+        with formatter.section("Options"):
+            formatter.write_dl([record for record in records if record])
+        self.format_commands(context, formatter)
+
+
+@click.group(
+    cls=_RunsByDefault,
+    subcommand_metavar="MODEL --corpus FOLDER | COMMAND [ARGS]...",
+    epilog="\b\nExample:\n  edge-runtime calibrate models/edge-moe-demo --corpus corpus",
+)
+def calibrate() -> None:
+    """Measure a model over labelled text: which experts are used, who can stand in for whom, what it costs.
+
+    Reads text through the exact model and writes the artifact that placement, routing and substitution read. A
+    calibration that was stopped goes on where it was.
+    """
+
+
+@calibrate.command(
+    HIDDEN, epilog="\b\nExample:\n  edge-runtime calibrate models/edge-moe-demo --corpus corpus"
+)
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--corpus",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder of DOMAIN/*.jsonl[.gz] or DOMAIN/*.txt; `edge-runtime testbed corpus` makes one.",
+)
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
+@click.option(
+    "--requests", default=1000, show_default=True, type=click.IntRange(16), help="Requests to read."
+)
+@click.option(
+    "--prompt", default=256, show_default=True, type=click.IntRange(8), help="Most tokens of a prompt."
+)
+@click.option(
+    "--decode", default=128, show_default=True, type=click.IntRange(1), help="Tokens decoded of each."
+)
+@click.option("--seed", default=1, show_default=True, help="The same requests come again with the same seed.")
+@click.option(
+    "--threads", default=None, type=click.IntRange(1), help="Default: every core this process may use."
+)
+def run(
+    model: Path,
+    corpus: Path,
+    out: Path | None,
+    requests: int,
+    prompt: int,
+    decode: int,
+    seed: int,
+    threads: int | None,
+) -> None:
+    """Read text through the exact model and write the artifact."""
+    import os
+
+    import torch
+
+    from calibration.calibrate import Options
+    from calibration.calibrate import calibrate as measure
+    from calibration.requests import Lengths
+    from edge_runtime.artifacts import artifact_folder
+    from edge_runtime.clock import SystemClock
+    from kernels import ops
+
+    threads = threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    ops.set_num_threads(threads)
+    out = out or artifact_folder(model)
+    clock = SystemClock()
+    began = clock.now()
+    _say(f"model {model}, corpus {corpus}, {threads} threads; the artifact goes to {out}")
+    with shown_progress() as progress:
+        artifact = measure(
+            model,
+            corpus,
+            out,
+            Options(requests, Lengths(prompt, decode), seed),
+            clock,
+            progress=progress,
+            say=_say,
+        )
+    about = artifact.index.corpus
+    _say(
+        f"{about['requests']} requests, {about['tokens']} tokens of {len(about['domains'])} domains in "
+        f"{clock.now() - began:.0f} s; wrote {', '.join(artifact.sections)}"
+    )
+    click.echo(str(out))
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+@contextmanager
+def shown_progress() -> "Iterator[Progress]":
+    """Bars with the time that is left, on a terminal; elsewhere a line where something begins."""
+    if not sys.stderr.isatty():
+        begun: set[str] = set()
+
+        def line(name: str, done: int, total: int) -> None:
+            if name not in begun:
+                begun.add(name)
+                _say(f"{name}: {done} of {total}")
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%")
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+        tasks: dict[str, int] = {}
+
+        def move(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+            bars.update(tasks[name], completed=done, total=total)  # type: ignore[arg-type]
+
+        yield move

@@ -1,0 +1,87 @@
+"""What the passes found as the sections of an artifact: names, dtypes and the words that go with them.
+
+    requests     prefill_counts, decode_counts [N, L, E] int16, tokens of a request that chose the expert;
+                 prompt_tokens, decode_tokens [N] int32; domain [N] int16, index into meta.domains;
+                 cluster [N] int16, requests alike in what they decode with
+    frequency    decode, prefill [L, E] float32, share of tokens that choose the expert (a layer's sum is K);
+                 overall the same over both; by_domain, by_cluster [C, L, E] float32, of decoding tokens;
+                 weight [L, E] float32, mean gate weight where chosen
+    similarity   raw, centred [L, E, E] float16, cosine of two experts' gate logits over all tokens
+    transitions  counts [L - 1, E, E] int32, tokens that chose the column one routed layer behind the row
+    logits       logits [L, S, E] float16, a sample; NaN where a layer does not see the row
+
+A layer that no decoding token passes (an encoder's) has the prefill's shares in `decode` too. Every section's meta has
+`layers`, the model's numbers of the L routed layers, and `requests`, the fingerprint of what was read.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibration.clusters import cluster_requests
+from calibration.observe import Observation, cosines
+from calibration.requests import CalibrationRequest
+
+NUM_CLUSTERS = 8
+
+Section = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def observed_sections(
+    observation: Observation, requests: list[CalibrationRequest], domains: list[str], seed: int
+) -> dict[str, Section]:
+    """Every section that the observation gives, by name."""
+    prefill, decode = observation.prefill_counts, observation.decode_counts
+    domain = torch.tensor([request.domain for request in requests])
+    cluster = cluster_requests(decode, NUM_CLUSTERS, seed)
+    top_k, chosen = observation.top_k, prefill.sum(0) + decode.sum(0)
+    overall = share(chosen, top_k)
+    of_prefill = _or(share(prefill.sum(0), top_k), overall)
+    of_decode = _or(share(decode.sum(0), top_k), overall)
+    return {
+        "requests": (
+            {
+                "prefill_counts": prefill.short(),
+                "decode_counts": decode.short(),
+                "prompt_tokens": torch.tensor([len(r.prompt_ids) for r in requests], dtype=torch.int32),
+                "decode_tokens": torch.tensor([len(r.decode_ids) for r in requests], dtype=torch.int32),
+                "domain": domain.short(),
+                "cluster": cluster.short(),
+            },
+            {"domains": domains},
+        ),
+        "frequency": (
+            {
+                "overall": overall,
+                "prefill": of_prefill,
+                "decode": of_decode,
+                "by_domain": by_label(decode, domain, len(domains), top_k, of_decode),
+                "by_cluster": by_label(decode, cluster, int(cluster.max()) + 1, top_k, of_decode),
+                "weight": (observation.weight_sum / chosen.clamp_min(1)).float(),
+            },
+            {"domains": domains},
+        ),
+        "similarity": (
+            {"raw": cosines(observation.raw).half(), "centred": cosines(observation.centred).half()},
+            {"tokens": int(sum(request.num_tokens for request in requests))},
+        ),
+        "transitions": ({"counts": observation.followed.int()}, {}),
+        "logits": ({"logits": observation.logits.contiguous()}, {}),
+    }
+
+
+def share(counts: Tensor, top_k: int) -> Tensor:
+    """Counts [.., E] as the share of tokens that choose each expert, float32; NaN where no token passed."""
+    total = counts.sum(-1, keepdim=True).double()  # each token counts K times
+    return (counts * top_k / total).float()
+
+
+def by_label(counts: Tensor, label: Tensor, num_labels: int, top_k: int, otherwise: Tensor) -> Tensor:
+    """Shares [C, L, E] of the requests of each label; `otherwise` [L, E] where a label has no token."""
+    summed = torch.zeros(num_labels, *counts.shape[1:], dtype=torch.int64).index_add_(0, label, counts.long())
+    return _or(share(summed, top_k), otherwise.expand(num_labels, -1, -1))
+
+
+def _or(shares: Tensor, otherwise: Tensor) -> Tensor:
+    return torch.where(shares.isnan(), otherwise, shares)
