@@ -33,6 +33,8 @@ class ModelFootprint:
     """Per layer, keys and values of one token; L numbers."""
     context_tokens: int
     """Longest sequence the model allows."""
+    count_bytes_per_block: tuple[int, ...] = ()
+    """Per layer, what a KV block's expert counts take; L numbers, or none where nothing is counted."""
     head_is_tied: bool = False
     """The head's matrix is the embedding's, so whoever runs the last layer holds the embedding as well."""
     block_tokens: int = 16
@@ -79,8 +81,9 @@ def trunk_bytes(footprint: ModelFootprint, first_layer: int, last_layer: int) ->
 
 
 def kv_block_bytes(footprint: ModelFootprint, first_layer: int, last_layer: int) -> int:
-    """Bytes of one KV block (`block_tokens` tokens) over layers [first_layer, last_layer)."""
-    return footprint.block_tokens * sum(footprint.kv_bytes_per_token[first_layer:last_layer])
+    """Bytes of one KV block (`block_tokens` tokens) and of what is counted beside it over layers [first_layer, last_layer)."""
+    tokens = footprint.block_tokens * sum(footprint.kv_bytes_per_token[first_layer:last_layer])
+    return tokens + sum(footprint.count_bytes_per_block[first_layer:last_layer])
 
 
 def kv_blocks(footprint: ModelFootprint, num_tokens: int) -> int:

@@ -48,7 +48,9 @@ class Estimate:
         self._floor = kv_floor_blocks(cluster, footprint, kv_floor_tokens)
         # Prefix sums over layers: the search asks for the room of every range of layers of every node.
         self._layer_sums = _sums(footprint.layer_bytes)
-        self._kv_sums = _sums(footprint.kv_bytes_per_token)
+        self._block_sums = _sums(
+            [costs.kv_block_bytes(footprint, layer, layer + 1) for layer in range(footprint.num_layers)]
+        )
         self._expert_sums = {
             name: _sums(footprint.expert_bytes[node.weight_format]) for name, node in self.nodes.items()
         }
@@ -71,7 +73,7 @@ class Estimate:
             used += self._layer_sums[last] - self._layer_sums[first] + model.table_bytes
             used += model.embed_bytes if first == 0 or (ends and model.head_is_tied) else 0
             used += model.head_bytes if ends else 0
-            used += blocks * model.block_tokens * (self._kv_sums[last] - self._kv_sums[first])
+            used += blocks * (self._block_sums[last] - self._block_sums[first])
         return float(self.nodes[node].memory_bytes - used)
 
     def wanted_bytes(self, node: str, first: int, last: int) -> float:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import Account, bill_of, joined_accounts
-from edge_runtime.engine.plan import Finished
+from edge_runtime.engine.plan import Finished, StepPlan
 from edge_runtime.engine.request import FinishReason, Request
 from edge_runtime.engine.runner import HostedExperts, Runner, Stage
 from edge_runtime.engine.scheduler import Scheduler
@@ -102,6 +102,7 @@ class Engine:
         ):  # experts have no host, and another placement is on its way: the same step is tried again
             self.scheduler.abandon(plan)
             return []
+        self._take_prompt_counts(plan)
         times.steps += 1
         times.rows_computed += plan.num_rows
 
@@ -143,6 +144,13 @@ class Engine:
         times.plan += now() - sampled_at
         return outputs
 
+    def _take_prompt_counts(self, plan: StepPlan) -> None:
+        for piece in plan.slices:
+            request = piece.request
+            if request.wants_counts and piece.start + piece.count == len(request.prompt_ids):
+                request.wants_counts = False
+                request.prompt_counts = self.runner.prompt_counts(request)
+
     def switch_port(self, runner: Runner, port: HostedExperts) -> None:
         """Let another placement serve this engine's `runner` from the next step on."""
         self._carry_accounts_of(self)
@@ -167,7 +175,9 @@ class Engine:
                 exactness=old.exactness,
                 output_ids=old.output_ids,
                 encoder_tokens=old.encoder_tokens,
+                wants_counts=old.wants_counts,
             )
+            request.prompt_counts = old.prompt_counts
             request.first_planned_s, request.first_token_s = old.first_planned_s, old.first_token_s
             try:
                 self.submit(request)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from edge_runtime.cache.block_pool import BLOCK_TOKENS, blocks_for
 from edge_runtime.errors import RequestError
@@ -153,6 +154,9 @@ class Request:
     encoder_tokens  of an encoder-decoder model: leading tokens of the prompt that the encoder reads, all in one step.
                     The prompt is what `encoder_prompt` makes of them; 0 for models without encoder
 
+    wants_counts    `prompt_counts` [L, E] is to say which experts the prompt's tokens chose, once it has been computed. Until
+                    then no step goes across the prompt's end, and nothing behind it is taken from the cache
+
     A request that moves here from another engine comes with the `output_ids` it has so far.
     `arrival_s` is a moment on the clock whose `now` the scheduler gets.
     """
@@ -177,6 +181,7 @@ class Request:
         "num_preemptions",
         "output_ids",
         "params",
+        "prompt_counts",
         "prompt_ids",
         "request_id",
         "salt",
@@ -186,6 +191,7 @@ class Request:
         "token_limit",
         "tokens",
         "version",
+        "wants_counts",
     )
 
     def __init__(
@@ -199,6 +205,7 @@ class Request:
         exactness: str = "exact",
         output_ids: Sequence[int] = (),
         encoder_tokens: int = 0,
+        wants_counts: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = list(prompt_ids)
@@ -209,6 +216,8 @@ class Request:
         self.output_ids = list(output_ids)
         self.encoder_tokens = encoder_tokens
         self.encoder_blocks = blocks_for(encoder_tokens)
+        self.wants_counts = wants_counts
+        self.prompt_counts: np.ndarray | None = None
         self.encoder_end = self.encoder_blocks * BLOCK_TOKENS  # where the decoder's tokens begin
         self.tokens = [*self.prompt_ids, *self.output_ids]
         # All that follows is the scheduler's.

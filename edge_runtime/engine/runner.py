@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from edge_runtime.cache.block_pool import BLOCK_MASK, BLOCK_SHIFT, blocks_for
+from edge_runtime.cache.signatures import SignatureCache
 from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import Account, ServedWeight, joined_accounts
 from edge_runtime.engine.plan import StepPlan
+from edge_runtime.engine.request import Request
 from edge_runtime.engine.request_table import RequestTable, StepRows
 from edge_runtime.model.attention import AttentionBatch
 from edge_runtime.model.decoder import Decoder
@@ -85,6 +88,16 @@ class Stage(Protocol):
     def take_account(self, request_id: str) -> Account:
         """Close a request's account: where its gate weight was served by this stage."""
 
+    def undo_counts(self) -> None:
+        """The step that was run last did not happen, as far as counting goes: it will be tried again."""
+
+    def prompt_counts(self, request: Request) -> np.ndarray | None:
+        """[L, E] int16: how many of the prompt's tokens chose each expert in each MoE layer of this stage.
+
+        To be asked after the step that computed the prompt's last token and before any that computes a later one. None
+        where nothing is counted.
+        """
+
     @property
     def num_accounts(self) -> int:
         """Accounts that are open: of requests that run, or ran and were preempted."""
@@ -97,6 +110,8 @@ class Runner:
     The last layer's rows become logits only where the plan samples. A request whose experts are missing is
     named in `failed`; its rows go on with what came and are thrown away by the caller, so the other requests
     of the step never notice.
+
+    signatures  where the decoder counts the experts that rows choose; None where it does not
     """
 
     decoder: Decoder
@@ -104,6 +119,7 @@ class Runner:
     table: RequestTable
     clock: Clock
     times: StepTimes = field(default_factory=StepTimes)
+    signatures: SignatureCache | None = None
 
     def __post_init__(self) -> None:
         self._served = ServedWeight(len(self.port.host_names))
@@ -134,6 +150,7 @@ class Runner:
             slots=rows.slots,
             row_request=rows.row_request,
             block_tables=rows.block_tables,
+            counted=self._begin_counting(plan),
         )
         if rows.encoder_tokens is not None:
             batch = two_halves(batch, rows.encoder_tokens)
@@ -173,6 +190,7 @@ class Runner:
                 for index in torch.unique(requests).tolist():
                     failed.setdefault(index, missing.why)
         if failed and self.port.may_be_replaced():
+            self.undo_counts()
             return StepResult(None, None, {}, waits=True)
         self._served.add_local_layers(local_layers, num_slots)
         self._served.end_step([piece.request.request_id for piece in plan.slices])
@@ -197,6 +215,29 @@ class Runner:
     @property
     def num_accounts(self) -> int:
         return len(self._served)
+
+    def undo_counts(self) -> None:
+        """See Stage."""
+        if self.signatures is not None:
+            self.signatures.undo_step()
+
+    def prompt_counts(self, request: Request) -> np.ndarray | None:
+        """See Stage."""
+        if self.signatures is None:
+            return None
+        return self.signatures.total(request.block_table[: blocks_for(len(request.prompt_ids))])
+
+    def _begin_counting(self, plan: StepPlan) -> Tensor | None:
+        if self.signatures is None:
+            return None
+        begun: list[int] = []
+        if len(self.port.host_names) > 1:  # what others compute may not come, and the step be tried again
+            begun = [
+                piece.request.block_table[piece.start >> BLOCK_SHIFT]
+                for piece in plan.slices
+                if piece.start & BLOCK_MASK
+            ]
+        return self.signatures.begin_step(plan.num_rows, begun)
 
     def _head(self, hidden: Tensor, rows: StepRows) -> Tensor:
         if len(rows.sampled_rows) == hidden.shape[0]:
@@ -225,9 +266,11 @@ class StagedRunner:
         """See Stage. A request that fails in several stages is told of the first."""
         logits: Tensor | None = None
         failed: dict[str, str] = {}
-        for stage in self._stages:
+        for index, stage in enumerate(self._stages):
             logits, hidden, why_of, waits = stage.run(plan, hidden)
             if waits:
+                for before in self._stages[:index]:
+                    before.undo_counts()
                 return StepResult(None, None, {}, waits=True)
             failed = why_of | failed
         return StepResult(logits, hidden, failed)
@@ -235,6 +278,16 @@ class StagedRunner:
     def take_account(self, request_id: str) -> Account:
         """See Stage. The first stage's node is the home; hosts are put together by name."""
         return joined_accounts([stage.take_account(request_id) for stage in self._stages])
+
+    def undo_counts(self) -> None:
+        """See Stage."""
+        for stage in self._stages:
+            stage.undo_counts()
+
+    def prompt_counts(self, request: Request) -> np.ndarray | None:
+        """See Stage."""
+        parts = [part for stage in self._stages if (part := stage.prompt_counts(request)) is not None]
+        return np.concatenate(parts) if parts else None
 
     @property
     def num_accounts(self) -> int:

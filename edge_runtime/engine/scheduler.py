@@ -363,7 +363,7 @@ class Scheduler:
         """Seat a request if its blocks are there; returns how many it will still take, None if they are not."""
         num_tokens = len(request.tokens)
         extend_hashes(request.block_hashes, request.chain_seed, request.tokens, num_tokens >> BLOCK_SHIFT)
-        found = self._find(request, reusable_blocks(num_tokens))
+        found = self._find(request, _reusable(request))
         left_free = self.pool.num_free - sum(self.pool.references(block) == 0 for block in found)
         needed = blocks_for(num_tokens) - len(found)
         # One block more per running request, so that their next tokens do not preempt the newcomer at once.
@@ -396,7 +396,7 @@ class Scheduler:
         for request in prefills:  # others may have computed the next blocks since it was seated
             held = len(request.block_table)
             if request.num_computed == held << BLOCK_SHIFT:
-                most = reusable_blocks(len(request.tokens)) - held
+                most = _reusable(request) - held
                 found = self._find(request, most)
                 if found:
                     self._take_found(request, found)
@@ -409,7 +409,9 @@ class Scheduler:
                 continue
             start = request.num_computed
             end = start + share
-            if end < len(request.tokens) and end & ~BLOCK_MASK > start:
+            if request.wants_counts and start < len(request.prompt_ids) < end:
+                end = len(request.prompt_ids)
+            elif end < len(request.tokens) and end & ~BLOCK_MASK > start:
                 end &= ~BLOCK_MASK  # end with a full block: it can be shared, and the next one found
             end = self._make_room(request, end)
             if end > start and end >= request.encoder_end:
@@ -432,7 +434,7 @@ class Scheduler:
             block = _next_block(request)
             could_wait = (
                 request.num_computed & BLOCK_MASK == 0
-                and request.num_computed >> BLOCK_SHIFT < reusable_blocks(len(request.tokens))
+                and request.num_computed >> BLOCK_SHIFT < _reusable(request)
             )
             if not (could_wait and block in computing):
                 staying.append(request)
@@ -536,6 +538,12 @@ class Scheduler:
             for block in request.block_table[request.num_computed >> BLOCK_SHIFT :]:
                 assert self.pool.references(block) == 1, f"{request} writes block {block}, which others use"
                 assert self.pool.hash_of(block) is None, f"{request} writes block {block}, which can be found"
+
+
+def _reusable(request: Request) -> int:
+    """How many of its leading blocks may come from the cache."""
+    most = reusable_blocks(len(request.tokens))
+    return min(most, reusable_blocks(len(request.prompt_ids))) if request.wants_counts else most
 
 
 def _next_block(request: Request) -> bytes | None:

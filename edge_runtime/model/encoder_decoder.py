@@ -242,10 +242,14 @@ class EncoderDecoder(Decoder):
         ops.kv_write(keys, values, *pages, encoder.slots)
 
 
-def decoder_of(spec: ModelSpec, trunk: Trunk, pages: Pages, *, max_rows: int) -> Decoder:
-    """What runs a model's layers."""
-    kind = Decoder if spec.encoder is None else EncoderDecoder
-    return kind(spec, trunk, pages, max_rows=max_rows)
+def decoder_of(
+    spec: ModelSpec, trunk: Trunk, pages: Pages, *, max_rows: int, counts: Tensor | None = None
+) -> Decoder:
+    """What runs a model's layers. counts: see Decoder; not for models with an encoder."""
+    if spec.encoder is None:
+        return Decoder(spec, trunk, pages, max_rows=max_rows, counts=counts)
+    assert counts is None, "a model with an encoder counts no choices"
+    return EncoderDecoder(spec, trunk, pages, max_rows=max_rows)
 
 
 def _taken(hidden: Tensor, rows: Tensor | None, buffer: Tensor) -> Tensor:

@@ -45,6 +45,9 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
         head_bytes=final_norm + (0 if spec.tied_head else _linear_bytes(checkpoint, [part("head")])),
         layer_bytes=tuple(_layer_bytes(checkpoint, layer) for layer in range(spec.num_layers)),
         kv_bytes_per_token=tuple(kv_token_bytes(layer.attention.kv_shape) for layer in spec.layers),
+        count_bytes_per_block=()
+        if spec.encoder is not None
+        else tuple(layer.gate.num_experts if layer.gate is not None else 0 for layer in spec.layers),
         context_tokens=context_tokens,
         head_is_tied=spec.tied_head,
         block_tokens=KV_BLOCK_TOKENS,

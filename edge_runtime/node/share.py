@@ -13,6 +13,7 @@ import psutil
 
 from edge_runtime.cache.block_pool import BlockPool
 from edge_runtime.cache.pages import KVPages
+from edge_runtime.cache.signatures import SignatureCache
 from edge_runtime.clock import Clock
 from edge_runtime.engine.engine import Engine, Output
 from edge_runtime.engine.request_table import RequestTable
@@ -49,6 +50,8 @@ class ShareSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests that run at once at most."""
     call_deadline_s: float
     """How long a call to peers may take in all."""
+    counts_experts: bool = False
+    """Whether prompts' choices of experts are counted, for a router that asks for them."""
     weight_format: str = "as_stored"
     """How routed experts are kept."""
     planned_bytes: int = 0
@@ -202,8 +205,15 @@ def load_share(
             tokenizer_hash=tokenizer.content_hash if tokenizer else "",
         )
         pages = KVPages(share.kv_blocks, spec.kv_shapes(share.first_layer, share.last_layer))
+        signatures = None
+        if settings.counts_experts:
+            signatures = signatures_for(
+                spec, share.first_layer, share.last_layer, share.kv_blocks, settings.max_batch_rows
+            )
+        counts = signatures.counts if signatures is not None else None
         runner = Runner(
-            decoder=decoder_of(spec, trunk, pages, max_rows=settings.max_batch_rows),
+            decoder=decoder_of(spec, trunk, pages, max_rows=settings.max_batch_rows, counts=counts),
+            signatures=signatures,
             port=experts,
             table=RequestTable(settings.max_requests, settings.context_tokens),
             clock=clock,
@@ -211,6 +221,16 @@ def load_share(
         engine = Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
     weight_bytes = store.nbytes + trunk.nbytes
     return LoadedShare(deploy.epoch, digest, settings, store, weight_bytes, engine, runner, experts, trunk)
+
+
+def signatures_for(
+    spec: ModelSpec, first_layer: int, last_layer: int, num_blocks: int, max_rows: int
+) -> SignatureCache | None:
+    """Where layers [first_layer, last_layer) count what rows choose; None for a model that is not routed by that."""
+    num_layers = sum(first_layer <= layer < last_layer for layer in spec.moe_layers)
+    if spec.encoder is not None or num_layers == 0:
+        return None
+    return SignatureCache(num_blocks, num_layers, num_experts(spec), max_rows=max_rows)
 
 
 def num_experts(spec: ModelSpec) -> int:
@@ -240,7 +260,8 @@ def _fits(held: LoadedShare, share: Share, settings: ShareSettings) -> bool:
     """Whether the engine of `held` is the one this share wants: KV and limits are the same."""
     assert held.engine is not None
     return held.engine.scheduler.pool.num_blocks == share.kv_blocks and all(
-        getattr(held.settings, name) == getattr(settings, name) for name in ("max_batch_rows", "max_requests")
+        getattr(held.settings, name) == getattr(settings, name)
+        for name in ("max_batch_rows", "max_requests", "counts_experts")
     )
 
 

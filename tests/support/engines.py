@@ -24,6 +24,7 @@ from edge_runtime.model.layers import Trunk
 from edge_runtime.model.moe import Beside, ExpertStore, Missing
 from edge_runtime.model.sampling import Sampler
 from edge_runtime.node.remote import PlacedExperts
+from edge_runtime.node.share import signatures_for
 from tests.support.decoders import all_experts
 
 
@@ -116,9 +117,12 @@ def engine_of(
     stages = []
     for first, last in pairwise([0, *cuts, spec.num_layers]):
         pages = KVPages(num_blocks, spec.kv_shapes(first, last))
-        decoder = decoder_of(spec, whole.trunk(first, last), pages, max_rows=max_rows)
+        signatures = signatures_for(spec, first, last, num_blocks, max_rows)
+        counts = signatures.counts if signatures is not None else None
+        decoder = decoder_of(spec, whole.trunk(first, last), pages, max_rows=max_rows, counts=counts)
         table = RequestTable(max_running, context_tokens)
-        stages.append(Runner(decoder, port or placed_experts(whole), table, clock))
+        served_by = port or placed_experts(whole)
+        stages.append(Runner(decoder, served_by, table, clock, signatures=signatures))
     settings = SchedulerSettings(
         vocab_size=spec.vocab_size,
         context_tokens=context_tokens,

@@ -1,0 +1,93 @@
+"""Which experts the tokens of each KV block chose, kept beside the block: the sum over a prompt's blocks is its signature.
+
+The gate itself counts, in the row of the block that a token's keys and values go to, and forgets what a block counted
+before when its first token is written. So evicted and reused blocks need no care, and a block that is found in the cache
+brings the counts of whoever computed it, which are those that its finder would have counted: same tokens after the
+same beginning, same choices. It knows blocks and rows; no request's fate, no router, no weights.
+
+Every row counts in its block, whether it was prefilled or decoded, since a later prompt may contain both. A request's
+counts are taken when its prompt has been computed and nothing behind it, so decoded tokens are never among them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edge_runtime.cache.block_pool import BLOCK_TOKENS
+from edge_runtime.errors import ConfigError
+
+MAX_BLOCK_TOKENS = 127
+"""A token chooses an expert of a layer at most once, so a cell never passes the tokens of a block; it is an int8."""
+MAX_PROMPT_TOKENS = 2**15 - 1
+"""A request's counts travel as int16."""
+
+
+def signature_bytes_per_block(num_layers: int, num_experts: int) -> int:
+    """Bytes of one block's counts over so many MoE layers."""
+    return num_layers * num_experts
+
+
+class SignatureCache:
+    """counts [num_blocks, L, E] int8 for L MoE layers in order, allocated and zeroed once.
+
+    max_rows  most rows of a step
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_layers: int,
+        num_experts: int,
+        *,
+        max_rows: int,
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> None:
+        if not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+            raise ConfigError(
+                f"KV blocks have {block_tokens} tokens, but a block's expert counts are bytes and hold up to "
+                f"{MAX_BLOCK_TOKENS}; use smaller blocks"
+            )
+        self.counts = torch.zeros(num_blocks, num_layers, num_experts, dtype=torch.int8)
+        self._ones = torch.ones(max_rows, dtype=torch.int32)
+        self._begun: Tensor | None = None  # blocks that the step in hand goes on with
+        self._before = torch.empty(0, num_layers, num_experts, dtype=torch.int8)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all counts."""
+        return self.counts.nbytes
+
+    def begin_step(self, num_rows: int, begun_blocks: Sequence[int]) -> Tensor:
+        """Which of the step's rows count, [T] int32: all do.
+
+        begun_blocks  those that hold tokens already and get more; what they count now comes back with `undo_step`
+        """
+        self._begun = torch.tensor(begun_blocks, dtype=torch.int64) if begun_blocks else None
+        if self._begun is not None:
+            self._before = self.counts[self._begun]
+        return self._ones[:num_rows]
+
+    def undo_step(self) -> None:
+        """The step did not happen and will be tried again: forget what it counted."""
+        if self._begun is not None:
+            self.counts[self._begun] = self._before
+
+    def total(self, blocks: Sequence[int]) -> np.ndarray:
+        """Counts [L, E] int16 over the blocks of a prompt, once all of it and nothing else is in them."""
+        assert len(blocks) * BLOCK_TOKENS <= MAX_PROMPT_TOKENS + BLOCK_TOKENS, "such sums do not fit in int16"
+        table = torch.tensor(blocks, dtype=torch.int64)
+        return self.counts[table].sum(dim=0, dtype=torch.int32).to(torch.int16).numpy()
+
+    def copy(self, source: int, target: int) -> None:
+        """A block was copied: its counts go along."""
+        self.counts[target] = self.counts[source]
+
+    def read(self, blocks: Sequence[int]) -> np.ndarray:
+        """Counts [n, L, E] int8 of blocks that are handed on."""
+        return self.counts[torch.tensor(blocks, dtype=torch.int64)].numpy()
+
+    def write(self, blocks: Sequence[int], counts: np.ndarray) -> None:
+        """Blocks came from elsewhere, with counts [n, L, E] int8."""
+        self.counts[torch.tensor(blocks, dtype=torch.int64)] = torch.from_numpy(counts)
