@@ -1,0 +1,145 @@
+"""What quality a user may spend, and what spending is worth: leaky buckets, and a price that follows what is spent.
+
+A unit of loss is a relative rise of a token's mean loss, as calibration measured it. Knows no expert and no clock.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+BALANCED = 0.007
+FAST = 0.03
+QUALITIES = {"exact": 0.0, "balanced": BALANCED, "fast": FAST}
+"""What the words of a request stand for: mean relative loss per token."""
+MOST = 1.0
+"""Beyond this an answer has nothing of the model left, and a number is a slip."""
+BURST_TOKENS = 32
+"""Credit for so many tokens is kept at most."""
+RATE_PER_TOKEN = 0.1 / 100
+"""By how much a price moves for each token that spends nothing, or twice its budget: 10 % in 100 tokens."""
+LEAST_STEP, MOST_STEP = 0.5, 2.0
+
+
+def budget_of(quality: object) -> float:
+    """The budget that a request's `quality` means; ValueError says what is allowed."""
+    if isinstance(quality, str) and quality in QUALITIES:
+        return QUALITIES[quality]
+    if isinstance(quality, int | float) and not isinstance(quality, bool) and 0 <= quality <= MOST:
+        return float(quality)
+    words = ", ".join(f'"{word}"' for word in QUALITIES)
+    raise ValueError(f"{words}, or a mean relative loss per token from 0 to {MOST:g}")
+
+
+@dataclass
+class Ledger:
+    """One user's bucket: filled by generated tokens, emptied by substitutions, never below zero.
+
+    credit          what may be spent now
+    earned, spent   since the start; spent never exceeds earned
+    """
+
+    credit: float = 0.0
+    earned: float = 0.0
+    spent: float = 0.0
+
+    def earn(self, budget: float) -> None:
+        """A token was generated whose request has this budget per token."""
+        before = self.credit
+        self.credit = max(before, min(before + budget, BURST_TOKENS * budget))
+        self.earned += self.credit - before
+
+    def spend(self, loss: float) -> None:
+        """Take out what a token cost. More than there is must not have been chosen."""
+        assert loss <= self.credit * (1 + 1e-9) + 1e-12, f"{loss} was spent of {self.credit}"
+        self.credit = max(0.0, self.credit - loss)
+        self.spent += loss
+
+
+class Ledgers:
+    """The buckets of the users whose requests live here."""
+
+    def __init__(self) -> None:
+        self._by_user: dict[str, Ledger] = {}
+
+    def allowances(self, users: Sequence[str], budgets: Sequence[float]) -> NDArray[np.float64]:
+        """[T] what each row of a step may spend. A user's credit, with what these tokens earn, is split among its rows.
+
+        users, budgets  of each row; a budget of 0 neither earns nor spends
+        Nothing is booked: a step that is tried again asks again.
+        """
+        shares: dict[str, list[int]] = {}
+        for row, (user, budget) in enumerate(zip(users, budgets, strict=True)):
+            if budget > 0:
+                shares.setdefault(user, []).append(row)
+        found = np.zeros(len(users))
+        for user, rows in shares.items():
+            known = self._by_user.get(user, Ledger())
+            after = Ledger(known.credit)
+            for row in rows:
+                after.earn(budgets[row])
+            found[rows] = after.credit / len(rows)
+        return found
+
+    def book(self, users: Sequence[str], budgets: Sequence[float], losses: NDArray[np.float64]) -> None:
+        """A step is done: its tokens earn, and what they cost is taken out."""
+        for user, budget in zip(users, budgets, strict=True):
+            if budget > 0:
+                self._by_user.setdefault(user, Ledger()).earn(budget)
+        for user, budget, loss in zip(users, budgets, losses.tolist(), strict=True):
+            if budget > 0 and loss > 0:
+                self._by_user[user].spend(loss)
+
+    def left(self, user: str) -> float:
+        """What a user could spend now."""
+        return self._by_user[user].credit if user in self._by_user else 0.0
+
+    def of(self, user: str) -> Ledger:
+        return self._by_user.setdefault(user, Ledger())
+
+    def forget(self, user: str) -> None:
+        """Nobody of that user is here any more. Credit that was not spent is gone, so nothing is gained by it."""
+        self._by_user.pop(user, None)
+
+    def __len__(self) -> int:
+        return len(self._by_user)
+
+
+@dataclass
+class Price:
+    """Seconds of waiting that a unit of loss is worth, for one budget: rises while more than the budget is spent.
+
+    Dual ascent on "least waiting at a mean loss of at most the budget".
+    """
+
+    budget: float
+    value: float
+
+    def observe(self, mean_loss: float, num_tokens: int) -> None:
+        """So many tokens cost so much on average."""
+        step = 1 + RATE_PER_TOKEN * num_tokens * (mean_loss / self.budget - 1)
+        self.value *= min(MOST_STEP, max(LEAST_STEP, step))
+
+
+@dataclass
+class Prices:
+    """A price for each budget that is in use; new ones begin where one typical substitution is worth one typical call."""
+
+    start: float
+    _by_budget: dict[float, Price] = field(default_factory=dict)
+
+    def values(self, budgets: Sequence[float]) -> NDArray[np.float64]:
+        """[T] the price for each row; 0 for rows without a budget."""
+        return np.array([self._price(budget).value if budget > 0 else 0.0 for budget in budgets])
+
+    def observe(self, budgets: Sequence[float], losses: NDArray[np.float64]) -> None:
+        """A step is done, and its rows cost this."""
+        for budget in {budget for budget in budgets if budget > 0}:
+            spent = [loss for other, loss in zip(budgets, losses.tolist(), strict=True) if other == budget]
+            self._price(budget).observe(sum(spent) / len(spent), len(spent))
+
+    def _price(self, budget: float) -> Price:
+        if budget not in self._by_budget:
+            self._by_budget[budget] = Price(budget, self.start)
+        return self._by_budget[budget]
