@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 from calibration import corpus
 from calibration.exact_model import STEP_ROWS, ExactModel
+from calibration.mismatch import Mismatch
 from calibration.observe import Observation
-from calibration.passes import Progress, Unfinished, run_pass
+from calibration.passes import Pass, Progress, Unfinished, run_pass
 from calibration.requests import CalibrationRequest, Lengths, cut_requests, fingerprint, refuse_too_few
-from calibration.sections import Section, observed_sections
+from calibration.sections import Section, loss_sections, observed_sections
+from calibration.sensitivity import Sensitivity
 from edge_runtime.artifacts import FORMAT_VERSION, INDEX_FILE, Artifact, write_section
 from edge_runtime.clock import Clock
 from edge_runtime.errors import ConfigError
@@ -98,11 +100,19 @@ def calibrate(
                 corpus=about,
             )
 
+    def run(work: Pass) -> None:
+        begun = run_pass(work, unfinished, clock, progress)
+        if begun:
+            say(f"{work.name} went on at {begun} of {work.num_units}, where it had been stopped")
+
     observation = Observation(model, requests, seed=options.seed)
-    begun = run_pass(observation, unfinished, clock, progress)
-    if begun:
-        say(f"observe went on at step {begun} of {observation.num_units}, where it had been stopped")
+    run(observation)
     write(observed_sections(observation, requests, reading.domains, options.seed))
+    mismatch = Mismatch(model, observation)
+    run(mismatch)
+    sensitivity = Sensitivity(model, requests, mismatch, seed=options.seed)
+    run(sensitivity)
+    write(loss_sections(mismatch, sensitivity))
     unfinished.remove()
     return Artifact.open(out, model_hash=checkpoint.model_hash)
 

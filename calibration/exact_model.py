@@ -146,16 +146,27 @@ class ExactModel:
             next_ids=torch.from_numpy(next_ids),
         )
 
-    def run(self, step: Step, look: Look, *, first_layer: int = 0, hidden: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        step: Step,
+        look: Look,
+        *,
+        first_layer: int = 0,
+        hidden: Tensor | None = None,
+        saved: dict[int, Tensor | None] | None = None,
+    ) -> Tensor:
         """Every layer from `first_layer` on; `look` sees what each routed layer chose, and may change it.
 
         hidden   [T, D] float32, the residual before `first_layer`, changed in place; None to begin with the tokens
+        saved    for each layer that it names, gets a copy of the residual before that layer
         returns  hidden [T, D] float32, a view that the next step overwrites
         """
         decoder = self.decoder
         if hidden is None:
             hidden = decoder.embed(step.token_ids, step.batch)
         for layer in range(first_layer, self.spec.num_layers):
+            if saved is not None and layer in saved:
+                saved[layer] = hidden.clone()
             x, expert_ids, gate_weights = decoder.attention_segment(layer, hidden, step.batch)
             if expert_ids is not None and gate_weights is not None:
                 logits = decoder.gate_logits(len(x))

@@ -9,6 +9,20 @@
     similarity   raw, centred [L, E, E] float16, cosine of two experts' gate logits over all tokens
     transitions  counts [L - 1, E, E] int32, tokens that chose the column one routed layer behind the row
     logits       logits [L, S, E] float16, a sample; NaN where a layer does not see the row
+    mismatch     deviation [L, E, E] float16, mean length of E_i(x) - E_j(x) over rows routed to i, relative to the layer's
+                 scale: column j stands in for row i; norm [L, E] float16, the same with nothing standing in;
+                 rows [L, E] int32, rows behind them
+    sensitivity  sensitivity [L] float32, nats of loss per token for each relative deviation of the layer's output;
+                 scale [L] float32, mean length of what a row gets from the layer's experts;
+                 quadratic, worst [L] float32, nats for each squared relative deviation: of the lowest-ranked slot, and the
+                 largest over the ranks that were tried;
+                 response [L, R, 4] float32, for slots of meta.ranks replaced by a random expert, means of: relative
+                 deviation, its square, loss in nats, rise of the text's own loss in nats
+
+The loss that is predicted for one slot is sensitivity[l] * d with d = gate weight * deviation[l, i, j], in nats, which is the
+relative rise in perplexity; with norm[l, i] in place of the deviation where nothing stands in. Losses grow with the square
+of a deviation, so that is right for slots like the lowest-ranked one and too little for larger ones; quadratic[l] * d * d is
+nearer for all but the highest-ranked slot, and worst[l] * d * d for that one.
 
 A layer that no decoding token passes (an encoder's) has the prefill's shares in `decode` too. Every section's meta has
 `layers`, the model's numbers of the L routed layers, and `requests`, the fingerprint of what was read.
@@ -20,10 +34,13 @@ import torch
 from torch import Tensor
 
 from calibration.clusters import cluster_requests
+from calibration.mismatch import Mismatch
 from calibration.observe import Observation, cosines
 from calibration.requests import CalibrationRequest
+from calibration.sensitivity import Sensitivity
 
 NUM_CLUSTERS = 8
+HALF_MAX = 65504.0
 
 Section = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -68,6 +85,30 @@ def observed_sections(
         ),
         "transitions": ({"counts": observation.followed.int()}, {}),
         "logits": ({"logits": observation.logits.contiguous()}, {}),
+    }
+
+
+def loss_sections(mismatch: Mismatch, sensitivity: Sensitivity) -> dict[str, Section]:
+    """The sections that say what a substitute costs."""
+    return {
+        "mismatch": (
+            {
+                "deviation": mismatch.deviation.clamp_max(HALF_MAX).half(),
+                "norm": mismatch.norm.clamp_max(HALF_MAX).half(),
+                "rows": mismatch.rows,
+            },
+            {"relative_to": "scale of section sensitivity"},
+        ),
+        "sensitivity": (
+            {
+                "sensitivity": sensitivity.loss_per_deviation,
+                "scale": mismatch.scale,
+                "quadratic": sensitivity.loss_per_square[:, 0].contiguous(),
+                "worst": sensitivity.loss_per_square.amax(1),
+                "response": sensitivity.mean_response,
+            },
+            {"ranks": list(sensitivity.ranks), "rows": [int(rows) for rows in sensitivity.response[:, 0, 0]]},
+        ),
     }
 
 
