@@ -7,9 +7,9 @@
                  overall the same over both; by_domain, by_cluster [C, L, E] float32, of decoding tokens;
                  weight [L, E] float32, mean gate weight where chosen
     similarity   raw, centred [L, E, E] float16, cosine of two experts' gate logits over all tokens
-    transitions  counts [L - 1, E, E] int32, tokens that chose the column one routed layer behind the row
+    transitions  transitions [L - 1, E, E] int32, tokens that chose the column one routed layer behind the row
     logits       logits [L, S, E] float16, a sample; NaN where a layer does not see the row
-    mismatch     deviation [L, E, E] float16, mean length of E_i(x) - E_j(x) over rows routed to i, relative to the layer's
+    mismatch     mismatch [L, E, E] float16, mean length of E_i(x) - E_j(x) over rows routed to i, relative to the layer's
                  scale: column j stands in for row i; norm [L, E] float16, the same with nothing standing in;
                  rows [L, E] int32, rows behind them
     sensitivity  sensitivity [L] float32, nats of loss per token for each relative deviation of the layer's output;
@@ -19,8 +19,8 @@
                  response [L, R, 4] float32, for slots of meta.ranks replaced by a random expert, means of: relative
                  deviation, its square, loss in nats, rise of the text's own loss in nats
 
-The loss that is predicted for one slot is sensitivity[l] * d with d = gate weight * deviation[l, i, j], in nats, which is the
-relative rise in perplexity; with norm[l, i] in place of the deviation where nothing stands in. Losses grow with the square
+The loss that is predicted for one slot is sensitivity[l] * d with d = gate weight * mismatch[l, i, j], in nats, which is the
+relative rise in perplexity; with norm[l, i] in place of the mismatch where nothing stands in. Losses grow with the square
 of a deviation, so that is right for slots like the lowest-ranked one and too little for larger ones; quadratic[l] * d * d is
 nearer for all but the highest-ranked slot, and worst[l] * d * d for that one.
 
@@ -83,7 +83,7 @@ def observed_sections(
             {"raw": cosines(observation.raw).half(), "centred": cosines(observation.centred).half()},
             {"tokens": int(sum(request.num_tokens for request in requests))},
         ),
-        "transitions": ({"counts": observation.followed.int()}, {}),
+        "transitions": ({"transitions": observation.followed.int()}, {}),
         "logits": ({"logits": observation.logits.contiguous()}, {}),
     }
 
@@ -93,7 +93,7 @@ def loss_sections(mismatch: Mismatch, sensitivity: Sensitivity) -> dict[str, Sec
     return {
         "mismatch": (
             {
-                "deviation": mismatch.deviation.clamp_max(HALF_MAX).half(),
+                "mismatch": mismatch.deviation.clamp_max(HALF_MAX).half(),
                 "norm": mismatch.norm.clamp_max(HALF_MAX).half(),
                 "rows": mismatch.rows,
             },

@@ -137,5 +137,5 @@ def test_sections_have_the_shapes_and_sums_that_are_promised(model: ExactModel):
     requests = sections["requests"][0]
     assert requests["prefill_counts"].shape == (9, L, E) and requests["prefill_counts"].dtype == torch.int16
     assert sorted(set(requests["cluster"].tolist())) == list(range(C))
-    assert sections["transitions"][0]["counts"].shape == (L - 1, E, E)
+    assert sections["transitions"][0]["transitions"].shape == (L - 1, E, E)
     assert sections["similarity"][0]["raw"].dtype == torch.float16
