@@ -29,7 +29,7 @@ from edge_runtime.errors import (
 from edge_runtime.log import setup_logging
 from topology.cluster import Cluster, find_node
 from topology.errors import TopologyError
-from topology.files import read_cluster
+from topology.files import HUB, read_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,6 +115,10 @@ def up(topology: Path | None, shape: bool, detach: bool, wait_s: float) -> None:
         cluster_shaper(cluster, launch.COORDINATOR)  # a file that cannot be shaped is refused here, once
         os.environ[SHAPE_VARIABLE] = "1"  # for the daemons
     clock = SystemClock()
+    if cluster.model.startswith(HUB):
+        from edge_runtime.weights.locate import open_model
+
+        open_model(cluster, _say)  # once, here, where a person sees how far it is
     _say(
         f"cluster {cluster.name}: {len(cluster.nodes)} nodes, model {cluster.model}, logs in {state_dir(path)}"
     )
@@ -177,16 +181,18 @@ def node(words: tuple[str, ...], topology: Path | None, shape: bool) -> None:
 
 
 def _run_node(name: str, path: Path, shape: bool) -> None:
-    cluster = read_cluster(path)
+    cluster = read_cluster(path, needs_model=False)
     mine = find_node(cluster, name)
     setup_logging(name)
     keys = _keys(cluster, name)
     _shape_links(shape, cluster, name)
     from edge_runtime.launch import recorded
-    from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.node.daemon import NodeDaemon
+    from edge_runtime.weights.locate import located, model_for_node
 
-    daemon = NodeDaemon(cluster, mine, Checkpoint.open(cluster.model), keys, SystemClock())
+    clock = SystemClock()
+    checkpoint, cache = model_for_node(cluster, mine, keys, clock)
+    daemon = NodeDaemon(located(cluster, checkpoint), mine, checkpoint, keys, clock, cache)
     _stop_on_signal(daemon)
     with recorded(path, name):
         daemon.run()
@@ -196,7 +202,7 @@ def _drain(name: str, path: Path) -> None:
     from edge_runtime import changes, launch
 
     clock = SystemClock()
-    with _client(read_cluster(path)) as client:
+    with _client(read_cluster(path, needs_model=False)) as client:
         _connect(client)
         epoch = changes.begin(lambda: client.drain(name), clock, _say)
         click.echo(changes.follow(client, epoch, clock, _say, lambda: None))
@@ -216,13 +222,14 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     from edge_runtime.coordinator.daemon import CoordinatorDaemon
     from edge_runtime.coordinator.deploy import plan_for
     from edge_runtime.launch import COORDINATOR, recorded
-    from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.footprint import footprint
     from edge_runtime.selector.learned import find_traits
+    from edge_runtime.weights.locate import located, open_model
+    from edge_runtime.weights.stores import FullFolder
 
-    checkpoint = Checkpoint.open(cluster.model)
+    checkpoint = open_model(cluster, _say)
     parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
-    traits = find_traits(cluster, checkpoint.model_hash)
+    traits = find_traits(located(cluster, checkpoint), checkpoint.model_hash)
     daemon = CoordinatorDaemon(
         cluster,
         parts,
@@ -231,6 +238,7 @@ def coordinator(topology: Path | None, shape: bool) -> None:
         traits=traits,
         keys=keys,
         clock=SystemClock(),
+        weights=FullFolder(checkpoint),
     )
     _stop_on_signal(daemon)
     with recorded(path, COORDINATOR):
@@ -308,7 +316,7 @@ def submit(
     else:
         text = sys.stdin.read() if prompt == "-" else str(prompt)
         prompts = [prompt_from_options(text, options, chat=chat, system=system, trace=trace)]
-    cluster = read_cluster(resolve_topology_path(topology))
+    cluster = read_cluster(resolve_topology_path(topology), needs_model=False)
     with _client(cluster) as client:
         _connect(client)
         if file is not None:
@@ -372,7 +380,7 @@ def status(topology: Path | None, as_json: bool) -> None:
     """Show every node: roles, pid, state, memory planned and used."""
     from edge_runtime.tables import status_table
 
-    cluster = read_cluster(resolve_topology_path(topology))
+    cluster = read_cluster(resolve_topology_path(topology), needs_model=False)
     with _client(cluster) as client:
         _connect(client)
         body = client.status()
@@ -407,16 +415,16 @@ def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bo
         planned = _plan_between(old, file) if old is not None else _plan_running(file, topology)
         click.echo(json.dumps(planned.body) if as_json else planned.text)
         return
-    from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.footprint import footprint
     from edge_runtime.selector.learned import find_traits
     from edge_runtime.tables import plan_body, plan_table
+    from edge_runtime.weights.locate import located, open_model
     from topology.placement import plan_placement
 
     cluster = read_cluster(resolve_topology_path(topology))
-    checkpoint = Checkpoint.open(cluster.model)
+    checkpoint = open_model(cluster, _say)
     parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
-    traits = find_traits(cluster, checkpoint.model_hash)
+    traits = find_traits(located(cluster, checkpoint), checkpoint.model_hash)
     body = plan_body(cluster, parts, plan_placement(cluster, parts, traits=traits), traits)
     click.echo(json.dumps(body) if as_json else plan_table(body))
 
@@ -425,23 +433,23 @@ def _plan_between(old: Path, file: Path) -> "Planned":
     """What one file would change of another, if that one ran as it is."""
     from edge_runtime.coordinator.deploy import Plan, plan_for
     from edge_runtime.coordinator.preview import preview_of
-    from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.footprint import footprint
     from edge_runtime.selector.learned import find_traits
+    from edge_runtime.weights.locate import located, open_model
     from topology.placement import plan_placement
 
     before, after = read_cluster(old), read_cluster(file)
-    checkpoint = Checkpoint.open(after.model)
+    checkpoint = open_model(after, _say)
     parts = footprint(checkpoint, context_tokens=after.context_tokens)
-    traits = find_traits(after, checkpoint.model_hash)
+    traits = find_traits(located(after, checkpoint), checkpoint.model_hash)
     placement = plan_placement(before, parts, traits=traits)
     plan = Plan(after, plan_for(after, parts, after.node_names, placement, placement.epoch + 1, traits))
     return preview_of(before, placement, before.node_names, plan, parts, traits)
 
 
 def _plan_running(file: Path, topology: Path | None) -> "Planned":
-    cluster = read_cluster(file)
-    running = read_cluster(_running_path(file, topology))
+    cluster = read_cluster(file, needs_model=False)
+    running = read_cluster(_running_path(file, topology), needs_model=False)
     with _client(running) as client:
         try:
             _connect(client)
@@ -503,11 +511,11 @@ def apply(file: Path, topology: Path | None, dry_run: bool, watch: bool) -> None
 def _apply(file: Path, running: Path, *, dry_run: bool) -> None:
     from edge_runtime import changes, launch
 
-    clock, wanted = SystemClock(), read_cluster(file)
+    clock, wanted = SystemClock(), read_cluster(file, needs_model=False)
     text = file.read_text(encoding="utf-8-sig")
     directory = state_dir(running)
     local = launch.LocalCluster(directory, {})
-    with _client(read_cluster(running)) as client:
+    with _client(read_cluster(running, needs_model=False)) as client:
         _connect(client)
         _say(_asked(lambda: client.plan(text, str(file))).text)
         if dry_run:
@@ -571,7 +579,7 @@ def keys_new(names: tuple[str, ...], topology: Path | None, folder: Path | None)
 
     is_unused = False
     if not names or folder is None:
-        cluster = read_cluster(resolve_topology_path(topology))
+        cluster = read_cluster(resolve_topology_path(topology), needs_model=False)
         is_unused = cluster.keys is None
         names = names or ("coordinator", "client", *cluster.node_names)
         folder = folder or Path(cluster.keys or Path(cluster.source).parent / "keys")

@@ -49,7 +49,7 @@ def examine(topology: Path | None, clock: Clock) -> Iterator[Finding]:
         )
         return
     try:
-        cluster = read_cluster(path)
+        cluster = read_cluster(path, needs_model=False)
     except TopologyError as error:
         yield Finding("topology", False, str(error))
         return
@@ -82,12 +82,19 @@ def _model(cluster: Cluster) -> Finding:
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.footprint import footprint
     from edge_runtime.selector.learned import find_traits
+    from edge_runtime.weights.locate import folder_of, located
     from topology.placement import plan_placement
 
+    folder = folder_of(cluster)
+    if folder is None:
+        return Finding(
+            "model", True, f"{cluster.model} is not on this machine: a node gets it from the cluster"
+        )
     try:
-        checkpoint = Checkpoint.open(cluster.model)
+        checkpoint = Checkpoint.open(folder)
         parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
-        placement = plan_placement(cluster, parts, traits=find_traits(cluster, checkpoint.model_hash))
+        traits = find_traits(located(cluster, checkpoint), checkpoint.model_hash)
+        placement = plan_placement(cluster, parts, traits=traits)
     except (EdgeError, TopologyError) as error:
         return Finding("model", False, str(error))
     planned = sum(plan.planned_bytes for plan in placement.nodes)

@@ -46,7 +46,12 @@ SAMPLE_OF_LONG, LONG_BYTES = 19, 1000
 NUM_SEEDS = 40  # true messages of each type
 SHOWN_BYTES = 2000
 
-_NUMPY = {"float32": numpy.dtype("<f4"), "bfloat16": numpy.dtype("<u2"), "int32": numpy.dtype("<i4")}
+_NUMPY = {
+    "float32": numpy.dtype("<f4"),
+    "bfloat16": numpy.dtype("<u2"),
+    "int32": numpy.dtype("<i4"),
+    "uint8": numpy.dtype("u1"),
+}
 _NASTY: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**64 - 1, -(2**63),
     0.0, -0.0, 1.5, float("nan"), float("inf"), -float("inf"), 1e308, "", "x" * 300, "\x00", "\u20ac" * 40, "float32",

@@ -95,7 +95,7 @@ class Cluster:
 
     name: str
     model: str
-    """The model's folder."""
+    """The model's folder, or `hub:org/name`."""
     nodes: tuple[Node, ...]
     """In the order of the file."""
     coordinator: str = "127.0.0.1:5550"
@@ -129,6 +129,8 @@ class Cluster:
     """Longest prompt plus answer; None for the model's own limit, which is never exceeded."""
     call_deadline_s: float = 10.0
     """How long a call to a peer's experts may take in all, seconds."""
+    weights_rate_bps: float | None = None
+    """How fast one process gives weights away to nodes that lack them, bits per second; None: as fast as it can."""
     heartbeat_s: float = 1.0
     """Seconds between two heartbeats."""
     lost_after_s: float = 5.0

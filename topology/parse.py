@@ -33,6 +33,7 @@ _CLUSTER_KEYS = {
     "max_requests": Key("max_requests", readers.read_count),
     "context_tokens": Key("context_tokens", readers.read_count),
     "call_deadline": Key("call_deadline_s", _DURATION),
+    "weights_rate": Key("weights_rate_bps", _RATE),
     "heartbeat": Key("heartbeat_s", _DURATION),
     "lost_after": Key("lost_after_s", _DURATION),
 }

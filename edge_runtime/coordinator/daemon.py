@@ -56,6 +56,8 @@ from edge_runtime.protocol import (
 from edge_runtime.routing.base import HomeLoad, choose_home
 from edge_runtime.transport.endpoint import Sent, Server
 from edge_runtime.transport.keys import Keys
+from edge_runtime.weights.service import BUSY_S, WeightsService
+from edge_runtime.weights.stores import Store
 from topology.cluster import DECODE, Cluster
 from topology.costs import ModelFootprint
 from topology.errors import TopologyError
@@ -74,6 +76,7 @@ MAX_MOVES = 3  # homes a request may lose before it is given up
 HOMELESS_S = 30.0  # how long a request waits for another home
 HOME_IS_GONE = ("stopping", "not_ready")  # failures of a home, not of the request
 SEED_BITS = 63
+MAX_LOADERS = 1024
 MAX_CLIENTS = 4096  # connections remembered; the oldest idle one must greet again
 
 
@@ -91,10 +94,12 @@ class CoordinatorDaemon:
         clock: Clock,
         homeless_s: float = HOMELESS_S,
         traits: ExpertTraits | None = None,
+        weights: Store | None = None,
     ) -> None:
         """homeless_s: how long a request whose home is gone waits for another, seconds.
 
-        traits  what calibration found of the experts
+        traits   what calibration found of the experts
+        weights  the model's files, for nodes that lack them
         """
         self._epochs = epochs.Epochs(cluster, footprint, placement, clock.now(), traits)
         self._footprint = footprint
@@ -115,6 +120,8 @@ class CoordinatorDaemon:
         )
         self._node_of: dict[bytes, str] = {}  # connection -> node
         self._clients: dict[bytes, None] = {}  # greeted connections of clients
+        self._loaders: dict[bytes, str] = {}  # and of nodes that ask for weights
+        self._weights = WeightsService(weights, clock, cluster.weights_rate_bps, gives_digests=True)
         self._started_s = clock.now()
         self._tick_at_s = 0.0
         self._probe_at_s = 0.0
@@ -145,9 +152,11 @@ class CoordinatorDaemon:
         log.info("cluster %s: listening on %s", self._cluster.name, self.address)
         try:
             while not self._stopping:
-                received = self._server.receive(TICK_S)
+                received = self._server.receive(BUSY_S if self._weights.is_busy else TICK_S)
                 if received is not None:
                     self._take(*received)
+                if self._weights.is_busy:
+                    self._send_weights()
                 if self._clock.now() >= self._tick_at_s:
                     self._tick()
         finally:
@@ -181,6 +190,12 @@ class CoordinatorDaemon:
                 if self._server.send(client, HeartbeatReply(0)) is Sent.UNREACHABLE:
                     self._client_gone(client)
 
+    def _send_weights(self) -> None:
+        for reply in self._weights.replies():
+            self._server.send(
+                reply.peer, reply.message, call_id=reply.call_id, tensors=reply.tensors, zero_copy=True
+            )
+
     # Messages.
 
     def _take(self, peer: bytes, envelope: Envelope) -> None:
@@ -191,6 +206,10 @@ class CoordinatorDaemon:
             self._take_from_node(self._node_of[peer], peer, message)
         elif peer in self._clients:
             self._take_from_client(peer, message, envelope.call_id)
+        elif peer in self._loaders:
+            refused = self._weights.offer(peer, envelope.call_id, message)
+            if refused is not None:
+                self._server.send(peer, refused, call_id=envelope.call_id)
         else:
             request_id = getattr(message, "request_id", "")
             detail = "the coordinator takes messages only after a Hello"
@@ -211,8 +230,14 @@ class CoordinatorDaemon:
         if refused is not None:
             log.warning("refused %s: %s", hello.node, refused.detail)
             self._server.send(peer, refused, call_id=call_id)
-            if hello.role != "client":
+            if hello.role not in ("client", "loader"):
                 self._carry_out(self._epochs.cannot_join(hello.node, refused.detail, self._clock.now()))
+            return
+        if hello.role == "loader":
+            while len(self._loaders) >= MAX_LOADERS:
+                del self._loaders[next(iter(self._loaders))]
+            self._loaders[peer] = hello.node
+            self._server.send(peer, self._identity, call_id=call_id)
             return
         if hello.role == "client":
             self._remember_client(peer)
@@ -233,8 +258,8 @@ class CoordinatorDaemon:
             case Heartbeat(sequence=sequence, report=report):
                 self._server.send(peer, HeartbeatReply(sequence))
                 self._apply(states.Beat(name, report))
-            case DeployProgress(epoch=epoch, bytes_done=done, bytes_total=total):
-                self._carry_out(self._epochs.progressed(name, epoch, done, total, self._clock.now()))
+            case DeployProgress(epoch=epoch, bytes_done=done, bytes_total=total, what=what):
+                self._carry_out(self._epochs.progressed(name, epoch, done, total, self._clock.now(), what))
             case Deployed(epoch=epoch, weight_bytes=weight_bytes):
                 self._carry_out(self._epochs.loaded(name, epoch, weight_bytes, self._clock.now()))
             case DeployFailed(epoch=epoch, reason=reason):
@@ -521,5 +546,6 @@ class CoordinatorDaemon:
             why = "the coordinator was stopped while the request was being answered"
             self._deliver(self._streams.end(Failed(request_id, "cluster", "stopping", why)))
         self._outbox.flush()
+        self._weights.stop()
         self._clock.sleep(0.05)  # let the last messages leave: linger is 0
         self._server.close()

@@ -64,11 +64,12 @@ def plan_for(
 def refuse_unchangeable(running: Cluster, wanted: Cluster) -> None:
     """Raise TopologyError if `wanted` changes what only a new start can change."""
     faults = []
-    for key in ("name", "model", "coordinator", "keys", "calibration", "heartbeat_s", "lost_after_s"):
+    keys = ("name", "model", "coordinator", "keys", "calibration", "heartbeat_s", "lost_after_s")
+    for key in (*keys, "weights_rate_bps"):
         found, expected = getattr(wanted, key), getattr(running, key)
         if found != expected:
             faults.append(
-                f"[cluster] {key.removesuffix('_s')}: found {found}, the running cluster has {expected}"
+                f"[cluster] {key.removesuffix('_s').removesuffix('_bps')}: found {found}, the running cluster has {expected}"
             )
     by_name = {node.name: node for node in running.nodes}
     for node in wanted.nodes:

@@ -23,6 +23,7 @@ CHANGE_S = 120.0  # how long loading another placement may take, and switching t
 RETRY_S = 2.0  # after a change that did not work out; doubled each time ...
 MAX_RETRY_S = 60.0  # ... up to this
 ABSENT_S = 30.0  # how long nodes that never came are waited for before the others take their part
+MAX_WHAT_CHARS = 200  # of a node's own words on how far it is
 KEPT_OUTCOMES = 8  # changes whose end is remembered
 
 HERE = ("loading", "ready", "suspect")  # phases of a node whose process is there
@@ -178,10 +179,15 @@ class Epochs:
             commands.append(self._announcement())
         return commands
 
-    def progressed(self, name: str, epoch: int, done: int, total: int, now: float) -> list[Command]:
+    def progressed(
+        self, name: str, epoch: int, done: int, total: int, now: float, what: str = ""
+    ) -> list[Command]:
+        """A node has read, or fetched, so many bytes of its share. A change on whose way bytes come is not late."""
         if self.change is not None and epoch == self.change.epoch:
+            if (done, total) != self._progress.get(name) and self.change.phase == "loading":
+                self.change = redeploy.prolonged(self.change, now + CHANGE_S)
             self._progress[name] = (done, total)
-        return self.apply(states.Progressed(name, done, total), now)
+        return self.apply(states.Progressed(name, done, total, what[:MAX_WHAT_CHARS]), now)
 
     def loaded(self, name: str, epoch: int, weight_bytes: int, now: float) -> list[Command]:
         """A node holds its share of that placement."""

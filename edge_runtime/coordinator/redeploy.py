@@ -19,6 +19,7 @@ class Change(msgspec.Struct, frozen=True):
     members   nodes of the new placement; each loads its share
     homes     members that answer requests under the old or the new placement; each says when it has switched
     leaving   nodes that are being drained: they stop once the new placement counts
+    prolonged_s  how much of the time until `deadline_s` was added since
     """
 
     epoch: int
@@ -32,6 +33,7 @@ class Change(msgspec.Struct, frozen=True):
     phase: Literal["loading", "switching"] = "loading"
     loaded: frozenset[str] = frozenset()
     switched: frozenset[str] = frozenset()
+    prolonged_s: float = 0.0
 
     def waiting_for(self) -> str:
         """What it waits for, for people."""
@@ -94,6 +96,14 @@ class RollBack(NamedTuple):
 Command = Activate | Release | RollBack
 
 
+def prolonged(change: Change, deadline_s: float) -> Change:
+    """The change with more time: it is seen to get on."""
+    more_s = max(0.0, deadline_s - change.deadline_s)
+    return msgspec.structs.replace(
+        change, deadline_s=change.deadline_s + more_s, prolonged_s=change.prolonged_s + more_s
+    )
+
+
 def advance(change: Change, event: Event, now: float) -> tuple[Change | None, list[Command]]:
     """One step of the change. None when it is over."""
     if change.phase == "loading":
@@ -120,7 +130,8 @@ def _loading(change: Change, event: Event, now: float) -> tuple[Change | None, l
             change = msgspec.structs.replace(change, homes=change.homes - {name})
         case Tick() if now > change.deadline_s:
             late = ", ".join(sorted(change.members - change.loaded))
-            return None, [RollBack(change.epoch, f"{late} did not load within {_length(change):.0f} s")]
+            how = "did not load within" if not change.prolonged_s else "did not get on with loading for"
+            return None, [RollBack(change.epoch, f"{late} {how} {_length(change):.0f} s")]
     return change, []
 
 
@@ -142,4 +153,4 @@ def _finish_if_switched(change: Change, commands: list[Command]) -> tuple[Change
 
 
 def _length(change: Change) -> float:
-    return change.deadline_s - change.began_s
+    return change.deadline_s - change.began_s - change.prolonged_s

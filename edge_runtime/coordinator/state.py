@@ -19,6 +19,7 @@ Phase = Literal["absent", "loading", "ready", "suspect", "lost", "failed", "left
 class NodeRecord(msgspec.Struct, frozen=True):
     """One node of the topology file.
 
+    progress    what it loads now, in its own words
     has_served  some process of that name was ready once
     is_coming   only a placement that is still being loaded has it
     is_drained  it left since somebody wanted that; nobody waits for it
@@ -32,6 +33,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     beats: Beats = Beats(0.0)
     bytes_done: int = 0
     bytes_total: int = 0
+    progress: str = ""
     weight_bytes: int = 0
     report: NodeReport | None = None
     fault: str = ""
@@ -85,7 +87,8 @@ class ClusterState(msgspec.Struct, frozen=True):
                 continue
             if record.phase == "loading":
                 done, total = record.bytes_done / 1e6, record.bytes_total / 1e6
-                parts.append(f"{record.name} loading {done:.1f} of {total:.1f} MB")
+                how = f" ({record.progress})" if record.progress.startswith("fetching") else ""
+                parts.append(f"{record.name} loading {done:.1f} of {total:.1f} MB{how}")
             else:
                 parts.append(f"{record.name} {record.phase}" + (f" ({record.fault})" if record.fault else ""))
         return ", ".join(parts)
@@ -108,6 +111,7 @@ class Progressed(NamedTuple):
     name: str
     bytes_done: int
     bytes_total: int
+    what: str = ""
 
 
 class ShareLoaded(NamedTuple):
@@ -253,8 +257,8 @@ def _apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState,
     match event:
         case Beat(name, report):
             return _heard(state, name, now, report=report)
-        case Progressed(name, done, total):
-            return _heard(state, name, now, bytes_done=done, bytes_total=total)
+        case Progressed(name, done, total, what):
+            return _heard(state, name, now, bytes_done=done, bytes_total=total, progress=what)
         case ShareLoaded(name, epoch, weight_bytes):
             if epoch != state.epoch:
                 return state, [Note(f"{name} loaded epoch {epoch}, epoch {state.epoch} is wanted")]
@@ -303,6 +307,7 @@ def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState,
         beats=Beats(now),
         bytes_done=0,
         bytes_total=0,
+        progress="",
         weight_bytes=known.weight_bytes if returned else 0,
         fault="",
         is_drained=False,

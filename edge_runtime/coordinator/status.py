@@ -75,6 +75,7 @@ def _node_body(
         "memory_used_bytes": report.get("rss_bytes", 0),
         "weight_bytes": record.weight_bytes,
         "loaded_bytes": record.bytes_done,
+        "loading": record.progress if record.phase == "loading" and record.progress else None,
         "experts": len(plan.experts) if plan else 0,
         "in_flight": streams.in_flight(record.name),
         "report": report,

@@ -8,11 +8,11 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -38,6 +38,17 @@ HASH_PAGE_BYTES = 4096
 NO_SCALE = 255  # the one exponent of mxfp4 that stands for NaN
 
 
+class Known(NamedTuple):
+    """What is known of a folder that holds only some of its tensors, and cannot be read off it.
+
+    is_here  whether bytes (file name, start, end) of it may be read; all else are holes
+    """
+
+    model_hash: str
+    tied_head: bool
+    is_here: Callable[[str, int, int], bool]
+
+
 class Checkpoint:
     """One model folder: `spec` says what it is, `read` gives its tensors.
 
@@ -54,6 +65,7 @@ class Checkpoint:
         table: TensorTable,
         files: list[SafetensorsFile],
         quantisation: Quantisation,
+        known: Known | None = None,
     ) -> None:
         self.folder = folder
         self.config = config
@@ -62,12 +74,16 @@ class Checkpoint:
         self._files = files
         self._file_of = {name: file for file in files for name in file.extents}
         self._quantisation = quantisation
-        self._hash: str | None = None
+        self._known = known
+        self._hash: str | None = known.model_hash if known else None
         table.bind(self._file_of.keys())
 
     @classmethod
-    def open(cls, folder: str | Path) -> "Checkpoint":
-        """Read config and headers and check them against each other; no weight is read yet."""
+    def open(cls, folder: str | Path, known: Known | None = None) -> "Checkpoint":
+        """Read config and headers and check them against each other; no weight is read yet.
+
+        known  of a folder that holds only some of its tensors
+        """
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(f"model folder {folder} does not exist")
@@ -77,7 +93,7 @@ class Checkpoint:
             config = config | {"decoder_start_token_id": start}
         spec, table, quantisation = read_model(config, source=str(folder / "config.json"))
         files = _open_files(folder)
-        checkpoint = cls(folder, config, spec, table, files, quantisation)
+        checkpoint = cls(folder, config, spec, table, files, quantisation, known)
         checkpoint._account()
         checkpoint._settle_head()
         return checkpoint
@@ -106,6 +122,26 @@ class Checkpoint:
             for role in self.table.expert_roles(expert.layer)
         ]
 
+    @property
+    def files(self) -> Sequence[SafetensorsFile]:
+        """The weight files."""
+        return self._files
+
+    def ranges(self, parts: Iterable[Part]) -> list[tuple[str, int, int]]:
+        """Which bytes of which files `read` needs for these parts: (file name, start, end), each once, in any order."""
+        found: dict[tuple[str, int, int], None] = {}
+        for part in parts:
+            names = [name for name, *_ in part.tensors]
+            if self.extent(names[0]).dtype == quantised.FP8_DTYPE:
+                names.append(quantised.scale_name(part.name))
+            for name in names:
+                _, shape, start, end = self.extent(name)
+                if part.expert is not None:  # the experts lie one after another along the first axis
+                    size = (end - start) // shape[0]
+                    start, end = start + part.expert * size, start + (part.expert + 1) * size
+                found[self._file_of[name].path.name, start, end] = None
+        return list(found)
+
     @contextmanager
     def read(self, parts: Sequence[Part]) -> Iterator[list[Any]]:
         """The parts as [outputs, inputs] or vectors, Tensor or MXFP4, only valid inside the block.
@@ -115,6 +151,10 @@ class Checkpoint:
         block, so what is copied or packed inside is all that stays. Ask for few at a time: one expert, one layer's
         projections.
         """
+        if self._known is not None:
+            for name, start, end in self.ranges(parts):
+                if not self._known.is_here(name, start, end):
+                    raise CheckpointError(f"{self.folder / name}: bytes {start} to {end} were not fetched")
         try:
             yield [self._tensor(part) for part in parts]
         finally:
@@ -249,6 +289,9 @@ class Checkpoint:
     def _settle_head(self) -> None:
         """Decide whether the head is the embedding: an explicit tensor wins over what the config says."""
         head, embed = self.table.name("head"), self.table.name("embed")
+        if self._known is not None:
+            self.spec = msgspec.structs.replace(self.spec, tied_head=self._known.tied_head)
+            return
         if not self.spec.tied_head or head not in self._file_of:
             return
         if self._same_bytes(head, embed):

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 import torch
@@ -17,6 +17,7 @@ import torch
 from edge_runtime.clock import Clock
 from edge_runtime.engine.engine import Engine, EngineThread, Output
 from edge_runtime.errors import ProtocolError, RequestError
+from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.answers import AnswerStream
@@ -24,7 +25,15 @@ from edge_runtime.node.expert_service import ExpertService, Residents
 from edge_runtime.node.report import node_report
 from edge_runtime.node.requests import HomeRequest, make_request
 from edge_runtime.node.resident import give_back
-from edge_runtime.node.share import LoadedShare, ShareLoader, load_share, num_experts, share_digest
+from edge_runtime.node.share import (
+    Fetch,
+    LoadedShare,
+    Progress,
+    ShareLoader,
+    load_share,
+    num_experts,
+    share_digest,
+)
 from edge_runtime.protocol import (
     Abort,
     Activate,
@@ -50,6 +59,10 @@ from edge_runtime.protocol import (
 from edge_runtime.transport.endpoint import Channel, Server, Waker, next_call_id, wait_any
 from edge_runtime.transport.heartbeat import Beats, beat_rule, heard, liveness
 from edge_runtime.transport.keys import Keys
+from edge_runtime.weights.locate import fetcher_for
+from edge_runtime.weights.manifest import chunks_of
+from edge_runtime.weights.service import WeightsService
+from edge_runtime.weights.stores import CacheFolder, FullFolder, chunk_ranges
 from kernels import backends
 from topology.cluster import Cluster, Node
 
@@ -66,8 +79,15 @@ class NodeDaemon:
     """One node of a cluster. `run` returns when it was told to stop; a fault of ours is raised."""
 
     def __init__(
-        self, cluster: Cluster, node: Node, checkpoint: Checkpoint, keys: Keys | None, clock: Clock
+        self,
+        cluster: Cluster,
+        node: Node,
+        checkpoint: Checkpoint,
+        keys: Keys | None,
+        clock: Clock,
+        cache: CacheFolder | None = None,
     ) -> None:
+        """cache: where the checkpoint lies, if it is not whole and what it lacks is fetched."""
         self._cluster = cluster
         self._node = node
         self._checkpoint = checkpoint
@@ -86,7 +106,10 @@ class NodeDaemon:
         self._waker = Waker()
         self._events: collections.deque[Callable[[], None]] = collections.deque()
         self._server = Server(node.address, keys=keys)
-        self._service = ExpertService(self._server, self._identity, clock, self._wake_up)
+        self._cache = cache
+        self._weights = WeightsService(cache or FullFolder(checkpoint), clock, cluster.weights_rate_bps)
+        self._bytes_fetched = 0
+        self._service = ExpertService(self._server, self._identity, clock, self._wake_up, self._weights)
         self._coordinator = Channel(cluster.coordinator, name="coordinator", keys=keys)
         self._shares: dict[int, LoadedShare] = {}  # by epoch; two while the cluster changes its placement
         self._active = 0  # the epoch whose share the engine steps by
@@ -170,7 +193,11 @@ class NodeDaemon:
         elif now >= self._beat_at_s:
             self._beat_at_s = now + self._cluster.heartbeat_s
             self._beats += 1
-            report = node_report(self._share, self._service, self._loader, self._engine)
+            moved = {
+                "weights_fetched_bytes": float(self._bytes_fetched),
+                "weights_served_bytes": float(self._weights.bytes_served),
+            }
+            report = node_report(self._share, self._service, self._loader, self._engine, moved)
             self._send(Heartbeat(self._beats, report))
 
     def _forget_coordinator(self, now: float) -> None:
@@ -263,6 +290,10 @@ class NodeDaemon:
 
     def _load(self, deploy: Deploy) -> None:
         held = self._shares.get(self._active)
+
+        def is_wanted() -> bool:
+            return not self._stopping and (self._loader is None or self._loader.is_wanted)
+
         load = lambda: load_share(  # noqa: E731
             deploy,
             self._checkpoint,
@@ -274,11 +305,26 @@ class NodeDaemon:
                 lambda: self._progress(deploy.epoch, done, total, what)
             ),
             held=held,
+            fetch=self._fetch_into(self._cache, is_wanted) if self._cache is not None else None,
         )
         self._loader = ShareLoader(
             load, deploy.epoch, lambda loader: self._post(lambda: self._loaded(loader, deploy.counts_now))
         )
         self._loader.start()
+
+    def _fetch_into(self, cache: CacheFolder, is_wanted: Callable[[], bool]) -> Fetch:
+        """Bring parts that this machine lacks. In the loader's thread."""
+
+        def fetch(parts: Sequence[Part], progress: Progress) -> None:
+            chunks = chunks_of(chunk_ranges(self._checkpoint, cache, parts))
+            fetcher = fetcher_for(self._cluster, self._identity, cache, self._keys, self._clock, is_wanted)
+            try:
+                fetcher.fetch(chunks, progress)
+            finally:
+                self._bytes_fetched += fetcher.bytes_fetched
+                fetcher.close()
+
+        return fetch
 
     def _progress(self, epoch: int, done: int, total: int, what: str) -> None:
         now = self._clock.now()
@@ -461,6 +507,7 @@ class NodeDaemon:
             self._send(Stopping(why.rstrip(",")))
         self._service.stop()
         self._service.join(2.0)
+        self._weights.stop()
         for share in self._shares.values():
             share.close()
         self._clock.sleep(0.05)  # let the last messages leave: linger is 0

@@ -16,20 +16,25 @@ from edge_runtime.errors import Refusal
 from edge_runtime.model.moe import ExpertStore
 from edge_runtime.protocol import (
     MAX_FRAME_BYTES,
+    ChunkQuery,
     ExpertCall,
     ExpertReply,
     Hello,
+    ManifestQuery,
     Message,
+    RangesQuery,
     Refused,
     Welcome,
     refuse_mismatch,
 )
 from edge_runtime.transport.endpoint import Server
+from edge_runtime.weights.service import BUSY_S, WeightsService
 from kernels import ops
 
 log = logging.getLogger(__name__)
 
 RECEIVE_S = 0.2  # how often the thread looks whether it is to stop
+WEIGHTS = (ManifestQuery, RangesQuery, ChunkQuery)
 MAX_GREETED = 1024  # connections remembered as greeted; the oldest must greet again
 
 
@@ -62,7 +67,15 @@ class ExpertService(threading.Thread):
     A fault of ours ends the thread, is kept in `.fault`, and died() lets the daemon end loudly.
     """
 
-    def __init__(self, server: Server, identity: Hello, clock: Clock, died: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        server: Server,
+        identity: Hello,
+        clock: Clock,
+        died: Callable[[], None],
+        weights: WeightsService | None = None,
+    ) -> None:
+        """weights: what is given away of the model's files, None for nothing."""
         super().__init__(name="expert-service", daemon=True)
         self.residents: Mapping[int, Residents] = {}
         self.counters = ServiceCounters()
@@ -71,6 +84,7 @@ class ExpertService(threading.Thread):
         self._identity = identity
         self._clock = clock
         self._died = died
+        self._weights = weights or WeightsService(None, clock)
         self._greeted: dict[bytes, str] = {}  # connection -> name of the peer
         self._stopping = threading.Event()
 
@@ -90,9 +104,14 @@ class ExpertService(threading.Thread):
     def run(self) -> None:
         try:
             while not self._stopping.is_set():
-                received = self._server.receive(RECEIVE_S)
+                received = self._server.receive(BUSY_S if self._weights.is_busy else RECEIVE_S)
+                if self._weights.is_busy:
+                    self._send_weights()
                 if received is not None:
                     peer, envelope = received
+                    if isinstance(envelope.message, WEIGHTS) and peer in self._greeted:
+                        self._ask_for_weights(peer, envelope.call_id, envelope.message)
+                        continue
                     reply, tensors = self._answer(peer, envelope.message, envelope.epoch, envelope.tensors)
                     self._server.send(
                         peer,
@@ -113,6 +132,17 @@ class ExpertService(threading.Thread):
             self.fault = fault
             self._died()
 
+    def _ask_for_weights(self, peer: bytes, call_id: int, message: Message) -> None:
+        refused = self._weights.offer(peer, call_id, message)
+        if refused is not None:
+            self._server.send(peer, refused, call_id=call_id)
+
+    def _send_weights(self) -> None:
+        for reply in self._weights.replies():
+            self._server.send(
+                reply.peer, reply.message, call_id=reply.call_id, tensors=reply.tensors, zero_copy=True
+            )
+
     def _answer(
         self, peer: bytes, message: Message, epoch: int, tensors: Any
     ) -> tuple[Message, tuple[Any, ...]]:
@@ -130,6 +160,9 @@ class ExpertService(threading.Thread):
                     return refused, ()
                 self._greet(peer, message.node)
                 return self._welcome(), ()
+            case ManifestQuery() | RangesQuery() | ChunkQuery():  # `run` takes those of who has greeted
+                detail = f"{self._identity.node} gives weights only after a Hello on the same connection"
+                return Refused("handshake", detail, 0.0), ()
             case _:
                 name = type(message).__name__
                 return Refused(

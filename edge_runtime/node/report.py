@@ -1,5 +1,6 @@
 """What a node says of itself in a heartbeat: sizes, loads and counters, read from the parts that keep them."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import psutil
@@ -15,14 +16,19 @@ def node_report(
     service: ExpertService,
     loader: ShareLoader | None,
     engine_thread: EngineThread | None,
+    more: Mapping[str, float] | None = None,
 ) -> NodeReport:
-    """One report. Counters are read while others write them: each is whole, together they are nearly of one moment."""
+    """One report, with `more` numbers that others keep.
+
+    Counters are read while others write them: each is whole, together they are nearly of one moment.
+    """
     state = "loading" if loader is not None else "ready" if share is not None else "joining"
     served = service.counters
     numbers = {
         "calls_refused": float(served.refused),
         "pairs_served": float(served.pairs),
         "service_s": served.busy_s,
+        **(more or {}),
     }
     report = {
         "state": state,

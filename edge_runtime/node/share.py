@@ -20,6 +20,7 @@ from edge_runtime.engine.request_table import RequestTable
 from edge_runtime.engine.runner import Runner
 from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
 from edge_runtime.errors import EdgeError, Refusal
+from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.build import add_experts, empty_store, load_trunk, trunk_names
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.encoder_decoder import decoder_of
@@ -35,6 +36,7 @@ from edge_runtime.transport.keys import Keys
 from topology.ids import ExpertId
 
 Progress = Callable[[int, int, str], None]
+Fetch = Callable[[Sequence[Part], Progress], None]
 
 GREET_S = 1.0  # how long a change of placement waits for its peers before the first step
 
@@ -124,10 +126,12 @@ def load_share(
     clock: Clock,
     progress: Progress,
     held: LoadedShare | None = None,
+    fetch: Fetch | None = None,
 ) -> LoadedShare:
     """Read the share's tensors and build what runs them. Refused before anything is allocated if it cannot fit.
 
-    held  the share that is being served: what both have is not read again
+    held   the share that is being served: what both have is not read again
+    fetch  brings the parts it is given into the checkpoint's folder, where that does not hold everything
     """
     try:
         settings = msgspec.convert(deploy.settings, ShareSettings)
@@ -150,6 +154,8 @@ def load_share(
     )
     expert_bytes = sum(map(checkpoint.stored_bytes, checkpoint.expert_names(missing)))
     total = expert_bytes + sum(map(checkpoint.stored_bytes, names))
+    if fetch is not None:
+        fetch([*names, *checkpoint.expert_names(missing)], progress)
 
     add_experts(
         store,

@@ -53,10 +53,11 @@ class _Identity(Message, frozen=True):
                   but an answer's last bits then depend on the placement, which `status` tells
     incarnation   random hex, new with every start of the process
     expert_address  where this process answers ExpertCall, empty if nowhere
+    role          "loader": a further connection of a node, over which it asks for weights alone
     """
 
     node: Name
-    role: Literal["node", "home", "coordinator", "client"] = "node"
+    role: Literal["node", "home", "coordinator", "client", "loader"] = "node"
     protocol: Count = PROTOCOL_VERSION
     model_hash: Name = ""
     dtype: Name = ""
@@ -233,6 +234,75 @@ class Release(Message, frozen=True):
     """Forget the placement of this epoch: no step needs it, or it was rolled back."""
 
     epoch: Count
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+class FileEntry(Struct, frozen=True):
+    """One file of a model. head_bytes: what every node needs of it, from its beginning; all but the tensors."""
+
+    name: Name
+    num_bytes: Count
+    head_bytes: Count
+
+
+class ManifestQuery(Message, frozen=True):
+    """From a node that lacks the model's folder: what is the model made of? Answered by Manifest."""
+
+
+class Manifest(Message, frozen=True):
+    """The files of the model, in an order that all processes share.
+
+    tied_head  whether the head is the embedding, which only the whole files tell
+    """
+
+    max_body_bytes: ClassVar[int] = 1 << 20
+
+    model_hash: Name
+    files: list[FileEntry]
+    tied_head: bool = False
+
+
+class RangesQuery(Message, frozen=True):
+    """Which of these chunks, (file, start, end), do you have? Answered by RangesHeld.
+
+    wants_digests  and what are their digests? Only the coordinator says: it is whom the nodes believe
+    """
+
+    max_body_bytes: ClassVar[int] = 128 << 10
+
+    model_hash: Name
+    chunks: list[tuple[Index, Count, Count]]
+    wants_digests: bool = False
+
+
+class RangesHeld(Message, frozen=True):
+    """By chunk of the query, whether it is here; and its digest, if that was asked for."""
+
+    max_body_bytes: ClassVar[int] = 128 << 10
+
+    held: list[bool]
+    digests: list[Name] = []
+
+
+class ChunkQuery(Message, frozen=True):
+    """Send the bytes of one chunk. Answered by ChunkData."""
+
+    model_hash: Name
+    file: Index
+    start: Count
+    end: Count
+
+
+class ChunkData(Message, frozen=True):
+    """The bytes that were asked for: data [end - start] uint8. Whoever takes them compares their digest."""
+
+    max_body_bytes: ClassVar[int] = 1 << 10
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("data", ("uint8",), 1),)
+
+    file: Index
+    start: Count
 
 
 # --- the token path -------------------------------------------------------------------------------------------------

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from edge_runtime.protocol import MESSAGES, ExpertCall, ExpertReply, Message
 
-_NUMPY = {"float32": numpy.dtype("<f4"), "bfloat16": numpy.dtype("<u2"), "int32": numpy.dtype("<i4")}
+_NUMPY = {
+    "float32": numpy.dtype("<f4"),
+    "bfloat16": numpy.dtype("<u2"),
+    "int32": numpy.dtype("<i4"),
+    "uint8": numpy.dtype("u1"),
+}
 
 _plain = (
     st.none()

@@ -78,3 +78,38 @@ def test_bytes_that_are_no_text_have_their_line(topology: Path) -> None:
 def test_a_byte_order_mark_is_passed_over(topology: Path) -> None:
     topology.write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
     assert read_cluster(topology).name == "home"
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("hub:org/name", "hub:org/name"),
+        ("org/name", "hub:org/name"),
+        ("hub:org/name@v1.0", "hub:org/name@v1.0"),
+    ],
+)
+def test_an_id_of_the_hub_is_kept_as_one(topology: Path, model: str, expected: str) -> None:
+    topology.write_text(TEXT.replace("models/demo", model))
+    assert read_cluster(topology).model == expected
+
+
+def test_a_folder_wins_over_an_id_of_its_name(topology: Path) -> None:
+    (topology.parent / "org" / "name").mkdir(parents=True)
+    (topology.parent / "org" / "name" / "config.json").write_text("{}")
+    topology.write_text(TEXT.replace("models/demo", "org/name"))
+    assert read_cluster(topology).model == str(topology.parent / "org" / "name")
+
+
+@pytest.mark.parametrize(
+    "model", ["hub:name", "hub:a/b/c", "hub:/etc/passwd", "hub:a/b@", "hub:", "hub:../b"]
+)
+def test_what_is_no_id_of_the_hub_is_a_fault(topology: Path, model: str) -> None:
+    topology.write_text(TEXT.replace("models/demo", model))
+    with pytest.raises(ClusterFileError, match=r"line 3, \[cluster\] model: .* is no model of the hub"):
+        read_cluster(topology)
+
+
+@pytest.mark.parametrize("model", ["models/other", "/nowhere/at/all", "org/name"])
+def test_whoever_does_not_open_the_model_may_be_without_it(topology: Path, model: str) -> None:
+    topology.write_text(TEXT.replace("models/demo", model))
+    assert read_cluster(topology, needs_model=False).model

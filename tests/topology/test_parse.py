@@ -70,6 +70,7 @@ def test_a_short_file_is_filled_up_with_defaults() -> None:
     assert (cluster.name, cluster.model, cluster.coordinator) == ("home", "models/demo", "127.0.0.1:5550")
     assert (cluster.memory_ratio, cluster.keys, cluster.context_tokens) == (2.0, None, None)
     assert (cluster.call_deadline_s, cluster.heartbeat_s, cluster.lost_after_s) == (10.0, 1.0, 5.0)
+    assert cluster.weights_rate_bps is None
     assert cluster.process_reserve_bytes == 350 * 2**20
     desk, attic = cluster.nodes
     assert desk.roles == {"prefill", "decode", "experts"} and attic.roles == {"experts"}
@@ -98,6 +99,7 @@ max_requests = 4
 context_tokens = 200
 call_deadline = "2 s"
 heartbeat = "200 ms"
+weights_rate = "80 Mbit/s"
 lost_after = "1 s"
 [default_node]
 memory = "1 GiB"
@@ -141,6 +143,7 @@ rtt = "5 ms"
     assert limits == (100, 64, 4, 200)
     assert (cluster.memory_ratio, cluster.keys, cluster.process_reserve_bytes) == (3.0, "keys", 300 * 2**20)
     assert (cluster.call_deadline_s, cluster.heartbeat_s, cluster.lost_after_s) == (2.0, 0.2, 1.0)
+    assert cluster.weights_rate_bps == 80e6
 
 
 @pytest.mark.parametrize(

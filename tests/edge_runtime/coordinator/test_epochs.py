@@ -414,6 +414,20 @@ def test_a_node_that_never_comes_ends_the_change_and_nothing_has_changed(world):
     assert "n5" not in world.epochs.state.nodes
 
 
+def test_a_change_on_whose_way_weights_come_is_not_late_until_they_stop_coming(world):
+    world.call("apply_plan", world.epochs.plan(WANTED[3]), "edited")
+    epoch = world.epochs.change.epoch
+    for megabytes in range(1, 4):
+        world.settle(CHANGE_S - 10.0)
+        world.call("progressed", "n5", epoch, megabytes << 20, 10 << 20)
+        assert world.epochs.change is not None
+    world.settle(CHANGE_S - 10.0)
+    world.call("progressed", "n5", epoch, 3 << 20, 10 << 20)  # a sign of life, and no progress
+    world.settle(12.0)
+    assert world.epochs.change is None
+    assert f"n5 did not get on with loading for {CHANGE_S:.0f} s" in world.epochs.outcomes[-1].detail
+
+
 def test_a_node_that_is_refused_ends_the_change_at_once(world):
     world.call("apply_plan", world.epochs.plan(WANTED[3]), "edited")
     world.call("cannot_join", "n5", "it has another model")
