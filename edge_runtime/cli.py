@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from edge_runtime.clock import SystemClock
+from edge_runtime.clock import SystemClock, wall_s
 from edge_runtime.config import TOPOLOGY_VARIABLE, resolve_topology_path, state_dir
 from edge_runtime.errors import (
     EXIT_DONE,
@@ -371,6 +371,58 @@ def _say_trace(result: dict[str, Any]) -> None:
 
 
 # --- looking ----------------------------------------------------------------------------------------------------
+
+
+@cli.command(
+    epilog=_example(
+        "edge-runtime gateway --topology topology.toml",
+        "edge-runtime gateway --listen 0.0.0.0:8000 --api-key-file api.key",
+    )
+)
+@topology_option
+@click.option(
+    "--listen", "address", default="127.0.0.1:8000", show_default=True, help="host:port to serve HTTP on."
+)
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    help="The first line is the key that clients send as bearer token; required unless only this machine is served.",
+)
+@click.option("--model-name", default=None, help="What clients call the model.  [default: its folder's name]")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    help="Seconds that a request waits for a cluster that loads.",
+)
+def gateway(
+    topology: Path | None, address: str, api_key_file: Path | None, model_name: str | None, wait_s: float
+) -> None:
+    """Serve the OpenAI API over HTTP until Ctrl-C: chat completions, completions, models."""
+    from edge_runtime.gateway import server
+    from edge_runtime.gateway.answering import Answering
+    from edge_runtime.gateway.app import Gateway
+    from edge_runtime.model.tokenizer import Tokenizer
+
+    cluster = read_cluster(resolve_topology_path(topology))
+    setup_logging("gateway")
+    api_key = server.read_api_key(api_key_file, address)
+    tokenizer = Tokenizer.open(cluster.model)
+    _client(cluster).close()  # what is wrong with its keys is said before anything is served
+    name = model_name or Path(cluster.model).name
+    served = Gateway(
+        Answering(lambda: _client(cluster), wait_s),
+        model=name,
+        api_key=api_key,
+        wall_s=wall_s,
+        token_text=lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False),
+    )
+    with server.listen(address) as listening:
+        host, port = listening.getsockname()[:2]
+        _say(f"serving {name} at http://{host}:{port}/v1; stop with Ctrl-C")
+        server.serve(served.app(), listening)
 
 
 @cli.command(epilog=_example("edge-runtime status", "edge-runtime status --json"))

@@ -14,6 +14,11 @@ class Clock(Protocol):
         """Let `seconds` pass."""
 
 
+def wall_s() -> float:
+    """Seconds since 1970, for what people and other programs read. Never for a length of time."""
+    return time.time()
+
+
 class SystemClock:
     """The machine's own monotonic clock."""
 

@@ -1,0 +1,1 @@
+"""The OpenAI API over HTTP, for programs that already speak it."""
