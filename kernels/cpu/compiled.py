@@ -84,6 +84,8 @@ experts = _native.experts
 AttentionSegment = _native.AttentionSegment
 attention_segment = _native.attention_segment
 
+swap_search = _native.swap_search  # for kernels.swap_search
+
 set_num_threads = _native.set_num_threads
 num_threads = _native.num_threads
 

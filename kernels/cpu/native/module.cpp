@@ -554,6 +554,36 @@ py::object call_dispatch(py::handle expert_ids_, py::handle host_of_expert_, int
     return py::make_tuple(R, U, std::move(offsets_array), std::move(row_offsets_array));
 }
 
+// (objective at first, objective at the best), or None when an argument does not fit; see kernels/reference/swap_search.py.
+py::object call_swap_search(py::handle mass_, py::handle first_, py::handle second_, py::handle tolerances_,
+                            py::handle group_, py::handle best_group_, py::handle loads_, py::handle costs_,
+                            py::handle changes_, int dropped) {
+    Argument mass, first, second, tolerances, group, best_group, loads, costs, changes;
+    if (!read(mass_, mass) || !read(first_, first) || !read(second_, second) || !read(tolerances_, tolerances) ||
+        !read(group_, group) || !read(best_group_, best_group) || !read(loads_, loads) || !read(costs_, costs) ||
+        !read(changes_, changes) || !mass.is_dense(FLOAT32, 2) || !loads.is_dense(FLOAT32, 2) ||
+        !costs.is_dense(FLOAT32, 2))
+        return py::none();
+    const int64_t F = mass.shape[0], B = mass.shape[1], N = loads.shape[0], I = first.ndim == 1 ? first.shape[0] : 0;
+    const auto is_list = [](const Argument& a, Item item, int64_t n) { return a.is_dense(item, 1) && a.shape[0] == n; };
+    if (B % 16 || N < 2 || N > 8 || dropped < 1 || dropped >= N || loads.shape[1] != B || costs.shape[0] != 2 ||
+        costs.shape[1] != B || !is_list(first, INT32, I) || !is_list(second, INT32, I) ||
+        !is_list(tolerances, FLOAT32, I) || !is_list(changes, FLOAT32, I) || !is_list(group, INT32, F) ||
+        !is_list(best_group, INT32, F))
+        return py::none();
+    check_range("first", first.ints(), I, 0, F);
+    check_range("second", second.ints(), I, 0, F);
+    check_range("group", group.ints(), F, 0, N);
+    double objective[2];
+    {
+        py::gil_scoped_release release;
+        active->swap_search({mass.floats(), F, B, N, dropped, first.ints(), second.ints(), tolerances.floats(), I,
+                             group.ints(), best_group.ints(), loads.floats(), costs.floats(), changes.floats(),
+                             objective});
+    }
+    return py::make_tuple(objective[0], objective[1]);
+}
+
 void call_tanh(Address x, int64_t n, Address out) { active->tanh(at<float>(x), n, at<float>(out)); }
 void call_exp(Address x, int64_t n, Address out) { active->exp(at<float>(x), n, at<float>(out)); }
 
@@ -616,5 +646,6 @@ PYBIND11_MODULE(_native, m) {
     m.def("linear_heads", &call_linear_heads);
     m.def("soft_cap", &call_soft_cap);
     m.def("kv_copy", &call_kv_copy);
+    m.def("swap_search", &call_swap_search);
     m.def("fma_turns", [](int64_t turns) { return active->fma_turns(turns); });
 }

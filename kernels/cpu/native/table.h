@@ -96,6 +96,23 @@ struct ExpertCall {
     int64_t out_stride;
 };
 
+// Neurons change places between the parts of a partition; see swaps.h.
+struct SwapCall {
+    const float* mass;        // [F, B], B a multiple of 16
+    int64_t F, B, N;
+    int dropped;              // parts that a row does without
+    const int32_t* first;     // [I] neuron, and the one it changes places with
+    const int32_t* second;    // [I]
+    const float* tolerances;  // [I] a swap that changes the objective by less is made
+    int64_t I;
+    int32_t* group;           // [F] the part of each neuron, changed
+    int32_t* best_group;      // [F] written
+    float* loads;             // [N, B] mass of each part, changed
+    float* costs;             // [2, B] scratch
+    float* changes;           // [I] written: by how much each swap changes the objective
+    double* objective;        // [2] written: at first, and at the best
+};
+
 struct Kernels {
     const char* isa;
     // bias [N] or null
@@ -117,6 +134,7 @@ struct Kernels {
     void (*tanh)(const float* x, int64_t n, float* out);
     bool (*finite)(const float* x, int64_t stride, int64_t T, int64_t N);  // whether all of x is
     float (*fma_turns)(int64_t turns);                   // for the roofline: 512 multiply-adds each, nothing else
+    void (*swap_search)(const SwapCall& call);
 };
 
 const Kernels* kernels_avx512();
