@@ -128,6 +128,71 @@ def run(
     click.echo(str(out))
 
 
+@calibrate.command(epilog="\b\nExample:\n  edge-runtime calibrate prism models/edge-moe-demo --corpus corpus")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--corpus", required=True, type=click.Path(path_type=Path), help="As of `calibrate`.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
+@click.option("--parts", default=4, show_default=True, help="Sub-experts of an expert.")
+@click.option("--dropped", default=0, help="Sub-experts that the objective drops; 0: half of them.")
+@click.option(
+    "--solver", default="hill", show_default=True, help="contiguous, importance, paper (annealing) or hill."
+)
+@click.option("--swaps", default=0, help="Swaps tried per expert; 0: as many as there are pairs of neurons.")
+@click.option("--norm-weighted", is_flag=True, help="Neurons count by the length of their output too.")
+@click.option("--requests", default=0, help="Requests to read; 0: some 2,000 tokens for each expert.")
+@click.option("--seed", default=1, show_default=True)
+@click.option(
+    "--threads", default=None, type=click.IntRange(1), help="Default: every core this process may use."
+)
+def prism(
+    model: Path,
+    corpus: Path,
+    out: Path | None,
+    parts: int,
+    dropped: int,
+    solver: str,
+    swaps: int,
+    norm_weighted: bool,
+    requests: int,
+    seed: int,
+    threads: int | None,
+) -> None:
+    """Split every expert into sub-experts, so that requests may ask for less than the whole model."""
+    import torch
+
+    from calibration.partition import PartitionSettings
+    from calibration.prism import PrismOptions, calibrate_prism
+    from edge_runtime.artifacts import artifact_folder
+    from edge_runtime.clock import SystemClock
+
+    threads = _threads(threads)
+    torch.set_num_threads(1)  # experts are fitted side by side
+    out = out or artifact_folder(model)
+    clock = SystemClock()
+    began = clock.now()
+    settings = PartitionSettings(parts, dropped, solver, swaps, seed)
+    options = PrismOptions(settings, norm_weighted, num_requests=requests, threads=threads)
+    _say(f"model {model}, corpus {corpus}, {threads} threads; the artifact goes to {out}")
+    with shown_progress() as progress:
+        artifact = calibrate_prism(model, corpus, out, options, clock, progress=progress, say=_say)
+    lost = artifact.tensor("partition", "objective").mean((0, 1))
+    _say(
+        f"mass lost with {settings.num_dropped} of {parts} sub-experts dropped: {lost[0]:.1%}, {lost[1]:.1%} as the "
+        f"neurons lie; {clock.now() - began:.0f} s"
+    )
+    click.echo(str(out))
+
+
+def _threads(asked: int | None) -> int:
+    import os
+
+    from kernels import ops
+
+    threads = asked or len(os.sched_getaffinity(0))
+    ops.set_num_threads(threads)
+    return threads
+
+
 def _say(line: str) -> None:
     click.echo(line, err=True)
 

@@ -4,6 +4,7 @@ A pass that is stopped and started again ends with the very numbers of one that 
 is drawn at random is drawn from the unit's own seed. Knows files and clocks; knows no model.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -75,9 +76,14 @@ class Unfinished:
         except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError):
             return None  # not there, or of a machine that went down while it wrote: begin again
 
-    def remove(self) -> None:
-        """Forget everything, once the artifact is whole."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def remove(self, name: str | None = None) -> None:
+        """Forget one pass, or everything, once the artifact has what it found."""
+        if name is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        self._path(name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others are not finished
+            self.folder.rmdir()
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from edge_runtime.errors import UserError
+from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.quantised import mxfp4_to_bfloat16
 from edge_runtime.model.rope import rope_table
@@ -90,9 +91,8 @@ class PlainModel:
         }
         self._ropes: dict[tuple[object, int, int], tuple[Tensor, Tensor]] = {}
 
-    def _read(self, parts: Sequence) -> list[Tensor]:  # type: ignore[type-arg]
-        with self._checkpoint.read(parts) as tensors:
-            return [_float(tensor) for tensor in tensors]
+    def _read(self, parts: Sequence[Part]) -> list[Tensor]:
+        return _read(self._checkpoint, parts)
 
     def _layer(self, index: int) -> dict[str, Tensor]:
         roles = self._checkpoint.table.trunk_roles(index)
@@ -103,15 +103,9 @@ class PlainModel:
     def _experts(self, index: int) -> Experts:
         gate = self.spec.layers[index].gate
         assert gate is not None, f"layer {index} has no gate"
-        roles = self._checkpoint.table.expert_roles(index)
-        each = [
-            self._read(self._checkpoint.expert_parts(ExpertId(index, e))) for e in range(gate.num_experts)
-        ]
-        stacked = {
-            role.removeprefix("expert_"): torch.stack([expert[i] for expert in each])
-            for i, role in enumerate(roles)
-        }
-        return Experts(**{"gate": None} | stacked)  # type: ignore[arg-type]
+        each = [read_expert(self._checkpoint, ExpertId(index, e)) for e in range(gate.num_experts)]
+        parts = zip(*each, strict=True)
+        return Experts(*(None if part[0] is None else torch.stack(part) for part in parts))  # type: ignore[arg-type]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head. hidden [.., D], as `run` returns it -> [.., V]."""
@@ -148,16 +142,8 @@ class PlainModel:
 
     def activations(self, layer: int, expert: int, x: Tensor) -> Tensor:
         """What an expert's neurons give for x [n, D]: [n, F], what `down` reads."""
-        weights, spec = self.experts[layer], self.spec.layers[layer].ffn
-
-        def product(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
-            if weight is None:
-                return None
-            return functional.linear(x, weight[expert], None if bias is None else bias[expert])
-
-        up = product(weights.up, weights.up_bias)
-        assert up is not None, "every expert has an up matrix"
-        return activate(spec, product(weights.gate, weights.gate_bias), up)
+        one = Experts(*(None if part is None else part[expert] for part in self.experts[layer]))  # type: ignore[arg-type]
+        return inner_of(self.spec.layers[layer].ffn, one, x)
 
     def experts_sum(self, layer: int, x: Tensor, routed: Routed) -> Tensor:
         """The weighted sum of what the routed slices give: x [T, D] -> [T, D]."""
@@ -289,6 +275,24 @@ def activate(spec: ExpertSpec, gate: Tensor | None, up: Tensor) -> Tensor:
     limit = math.inf if spec.clamp is None else spec.clamp
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(spec.alpha * gate)
+
+
+def read_expert(checkpoint: Checkpoint, expert: ExpertId) -> Experts:
+    """One expert's matrices and biases as float32, without the first axis."""
+    roles = [role.removeprefix("expert_") for role in checkpoint.table.expert_roles(expert.layer)]
+    found = dict(zip(roles, _read(checkpoint, checkpoint.expert_parts(expert)), strict=True))
+    return Experts(**{"gate": None} | found)  # type: ignore[arg-type]
+
+
+def inner_of(spec: ExpertSpec, expert: Experts, x: Tensor) -> Tensor:
+    """What one expert's neurons give for x [n, D]: [n, F]."""
+    gate = None if expert.gate is None else functional.linear(x, expert.gate, expert.gate_bias)
+    return activate(spec, gate, functional.linear(x, expert.up, expert.up_bias))
+
+
+def _read(checkpoint: Checkpoint, parts: Sequence[Part]) -> list[Tensor]:
+    with checkpoint.read(parts) as tensors:
+        return [_float(tensor) for tensor in tensors]
 
 
 def _float(tensor: Tensor | MXFP4) -> Tensor:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 
-def slice_scores(gate_weights: Tensor, activations: Tensor, ratios: Tensor) -> Tensor:
+def slice_scores(gate_weights: Tensor, activations: Tensor, slopes: Tensor, offsets: Tensor) -> Tensor:
     """Expected mass of every sub-expert of the chosen experts: [T, k0, N].
 
-    gate_weights  [T, k0]        float32, normalised as trained
-    activations   [T, k0, N, r]  float32, of the gate neurons
-    ratios        [T, k0, N]     float32, mass of a sub-expert by mean of its gate neurons, from calibration
+    gate_weights     [T, k0]        float32, normalised as trained
+    activations      [T, k0, N, r]  float32, of the gate neurons
+    slopes, offsets  [T, k0, N]     float32, a sub-expert's mass by the mean of its gate neurons, from calibration
     """
-    return gate_weights[..., None].abs() * activations.abs().mean(-1) * ratios
+    return gate_weights[..., None] * (offsets + slopes * activations.abs().mean(-1))
 
 
 def choose_slices(scores: Tensor, tiers: Tensor) -> Tensor:
