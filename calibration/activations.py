@@ -17,7 +17,9 @@ from calibration.requests import CalibrationRequest
 from edge_runtime.model.spec import ExpertSpec
 
 ROWS_PER_EXPERT = 2048
-FEW_ROWS = 256  # an expert with fewer rows of its own is profiled on all rows, weighted by its gate probability
+FEW_ROWS = (
+    256  # an expert with fewer rows of its own is profiled on all rows, weighted by its gate probability
+)
 
 
 class LayerRows(NamedTuple):
@@ -56,7 +58,11 @@ class CollectRows:
 
     def state(self) -> dict[str, Tensor]:
         """See Pass."""
-        return {f"{layer}.{name}": part for layer in self._kept for name, part in self.rows(layer)._asdict().items()}
+        return {
+            f"{layer}.{name}": part
+            for layer in self._kept
+            for name, part in self.rows(layer)._asdict().items()
+        }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """See Pass."""
@@ -67,12 +73,18 @@ class CollectRows:
         """Everything one layer saw."""
         kept = self._kept[layer]
         if len(kept) > 1:
-            self._kept[layer] = kept = [LayerRows(*map(torch.cat, zip(*kept, strict=True)))]  # type: ignore[arg-type]
+            self._kept[layer] = kept = [LayerRows(*map(torch.cat, zip(*kept, strict=True)))]
         return kept[0]
 
 
 def expert_activations(
-    spec: ExpertSpec, weights: Experts, expert: int, rows: LayerRows, *, most: int = ROWS_PER_EXPERT, seed: int = 1
+    spec: ExpertSpec,
+    weights: Experts,
+    expert: int,
+    rows: LayerRows,
+    *,
+    most: int = ROWS_PER_EXPERT,
+    seed: int = 1,
 ) -> Tensor:
     """[B, F]: activations of the rows that went to an expert, at most `most` of them, drawn at random.
 

@@ -183,6 +183,55 @@ def prism(
     click.echo(str(out))
 
 
+@calibrate.command(epilog="\b\nExample:\n  edge-runtime calibrate gate models/edge-moe-demo --corpus corpus")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--corpus", required=True, type=click.Path(path_type=Path), help="As of `calibrate`.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
+@click.option("--steps", default=200, show_default=True, type=click.IntRange(1), help="Optimiser steps.")
+@click.option("--batch", default=4, show_default=True, type=click.IntRange(1), help="Windows of a step.")
+@click.option("--window", default=256, show_default=True, type=click.IntRange(8), help="Tokens of a window.")
+@click.option("--learning-rate", default=1e-3, show_default=True, type=click.FloatRange(0, min_open=True))
+@click.option("--seed", default=1, show_default=True)
+@click.option(
+    "--threads", default=None, type=click.IntRange(1), help="Default: every core this process may use."
+)
+def gate(
+    model: Path,
+    corpus: Path,
+    out: Path | None,
+    steps: int,
+    batch: int,
+    window: int,
+    learning_rate: float,
+    seed: int,
+    threads: int | None,
+) -> None:
+    """Tune a gate over the sub-experts that `calibrate prism` made. Experts and trunk stay as they are."""
+    import torch
+
+    from calibration.gate_finetune import TuneSettings
+    from calibration.tune import TuneOptions, tune_gate
+    from edge_runtime.artifacts import artifact_folder
+    from edge_runtime.clock import SystemClock
+
+    torch.set_num_threads(_threads(threads))
+    out = out or artifact_folder(model)
+    clock = SystemClock()
+    began = clock.now()
+    settings = TuneSettings(steps, batch, learning_rate, seed=seed)
+    with shown_progress() as progress:
+        artifact = tune_gate(
+            model, corpus, out, TuneOptions(settings, window), clock, progress=progress, say=_say
+        )
+    losses = artifact.tensor("linear_gate", "losses")
+    tenth = max(1, len(losses) // 10)
+    _say(
+        f"cross-entropy and divergence {losses[:tenth].mean(0).tolist()} in the first {tenth} steps, "
+        f"{losses[-tenth:].mean(0).tolist()} in the last; {clock.now() - began:.0f} s"
+    )
+    click.echo(str(out))
+
+
 def _threads(asked: int | None) -> int:
     import os
 

@@ -42,9 +42,7 @@ class TuneGate:
 
     name = "tune"
 
-    def __init__(
-        self, model: PlainModel, num_parts: int, windows: Tensor, settings: TuneSettings = TuneSettings()
-    ) -> None:
+    def __init__(self, model: PlainModel, num_parts: int, windows: Tensor, settings: TuneSettings) -> None:
         self.model, self.num_parts = model, num_parts
         self.losses: list[tuple[float, float]] = []
         self._settings, self._windows = settings, windows
@@ -95,7 +93,7 @@ class TuneGate:
         self._optimiser.zero_grad()
         (entropy + settings.divergence * divergence).backward()
         self._optimiser.step()
-        self.losses.append((float(entropy), float(divergence)))
+        self.losses.append((float(entropy.detach()), float(divergence.detach())))
 
     def _schedule(self, unit: int) -> float:
         """Up in a straight line, then down along half a cosine to a tenth."""
@@ -120,7 +118,11 @@ class TuneGate:
         with torch.no_grad():
             for name, part in self._names:
                 part.copy_(state[f"rows.{name}"])
-                kept = {key: state[f"{key}.{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in state}
+                kept = {
+                    key: state[f"{key}.{name}"].clone()
+                    for key in ("step", "exp_avg", "exp_avg_sq")
+                    if f"{key}.{name}" in state
+                }
                 if kept:
                     self._optimiser.state[part] = kept
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from calibration.plain_model import PlainModel, Route, Routed, choose_experts
-from edge_runtime.model.spec import GateSpec
 from edge_runtime.errors import ConfigError
+from edge_runtime.model.spec import GateSpec
 
 Rows = tuple[Tensor, Tensor | None]
 """Weight [E * N, D] and bias [E * N] or None; row e * N + s is sub-expert s of expert e."""
@@ -34,7 +34,9 @@ def linear_route(model: PlainModel, num_parts: int, tier: int) -> Route:
         }
         ids, weights = choose_experts(spec, logits, top_k=spec.top_k * num_parts, **extras)
         if not (spec.scores == "sigmoid" and not spec.renormalise):
-            weights = weights * num_parts  # the softmax is over N times as many, and so is the sum of the best
+            weights = (
+                weights * num_parts
+            )  # the softmax is over N times as many, and so is the sum of the best
         ids, weights = ids[:, :tier], weights[:, :tier]
         one_hot = torch.nn.functional.one_hot(ids % num_parts, num_parts)
         return Routed(ids // num_parts, weights[..., None] * one_hot)

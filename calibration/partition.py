@@ -16,7 +16,9 @@ from kernels.swap_search import swap_search
 PAPER_T0, PAPER_COOLING, PAPER_SWAPS = 100.0, 0.995, 100_000
 PROBES = 200  # random swaps that tell how large a change of the objective is
 LAST_TEMPERATURE = 1e-3  # of the first one
-SWAPS_PER_PAIR = 1.0  # pairs of neurons in different sub-experts; at half as many J was within 1 % (demo model)
+SWAPS_PER_PAIR = (
+    1.0  # pairs of neurons in different sub-experts; at half as many J was within 1 % (demo model)
+)
 LEAST_SWAPS = 20_000
 
 
@@ -156,9 +158,7 @@ def _anneal(mass: Tensor, group: Tensor, temperatures: Tensor, settings: Partiti
     drawn = torch.rand(len(temperatures), generator=generator, dtype=torch.float64).clamp(min=1e-300)
     tolerances = (-temperatures * drawn.log()).float()  # exp(-change / T) > drawn
     columns = mass.T.contiguous()
-    return swap_search(
-        columns, group, settings.num_parts, settings.num_dropped, swaps, tolerances
-    ).group
+    return swap_search(columns, group, settings.num_parts, settings.num_dropped, swaps, tolerances).group
 
 
 def _pairs(group: Tensor, count: int, generator: torch.Generator) -> Tensor:

@@ -105,7 +105,7 @@ class PlainModel:
         assert gate is not None, f"layer {index} has no gate"
         each = [read_expert(self._checkpoint, ExpertId(index, e)) for e in range(gate.num_experts)]
         parts = zip(*each, strict=True)
-        return Experts(*(None if part[0] is None else torch.stack(part) for part in parts))  # type: ignore[arg-type]
+        return Experts(*(None if part[0] is None else torch.stack(part) for part in parts))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head. hidden [.., D], as `run` returns it -> [.., V]."""
@@ -142,7 +142,7 @@ class PlainModel:
 
     def activations(self, layer: int, expert: int, x: Tensor) -> Tensor:
         """What an expert's neurons give for x [n, D]: [n, F], what `down` reads."""
-        one = Experts(*(None if part is None else part[expert] for part in self.experts[layer]))  # type: ignore[arg-type]
+        one = Experts(*(None if part is None else part[expert] for part in self.experts[layer]))
         return inner_of(self.spec.layers[layer].ffn, one, x)
 
     def experts_sum(self, layer: int, x: Tensor, routed: Routed) -> Tensor:
@@ -281,7 +281,7 @@ def read_expert(checkpoint: Checkpoint, expert: ExpertId) -> Experts:
     """One expert's matrices and biases as float32, without the first axis."""
     roles = [role.removeprefix("expert_") for role in checkpoint.table.expert_roles(expert.layer)]
     found = dict(zip(roles, _read(checkpoint, checkpoint.expert_parts(expert)), strict=True))
-    return Experts(**{"gate": None} | found)  # type: ignore[arg-type]
+    return Experts(**{"gate": None} | found)
 
 
 def inner_of(spec: ExpertSpec, expert: Experts, x: Tensor) -> Tensor:

@@ -83,7 +83,9 @@ class SplitLayers:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """See Pass."""
-        self._fits = [ExpertFit(*each) for each in zip(*(state[name] for name in ExpertFit._fields), strict=True)]
+        self._fits = [
+            ExpertFit(*each) for each in zip(*(state[name] for name in ExpertFit._fields), strict=True)
+        ]
 
     def fitted(self) -> ExpertFit:
         """What was found, with axes for layers and experts in front."""
@@ -108,12 +110,20 @@ def calibrate_prism(
     lengths = fitted(options.lengths, checkpoint.spec.context_tokens)
     gate = checkpoint.spec.layers[checkpoint.spec.moe_layers[0]].gate
     assert gate is not None, "a routed layer has a gate"
-    wanted = -(-2 * ROWS_PER_EXPERT * gate.num_experts // gate.top_k // (lengths.prompt_tokens + lengths.decode_tokens))
+    wanted = -(
+        -2
+        * ROWS_PER_EXPERT
+        * gate.num_experts
+        // gate.top_k
+        // (lengths.prompt_tokens + lengths.decode_tokens)
+    )
     choice = Options(options.num_requests or max(16, wanted), lengths, options.partition.seed)
     requests = read_requests(corpus_folder, Tokenizer.open(model_folder), choice, progress).requests
     if not requests:
         raise ConfigError(f"corpus {corpus_folder} gave no request; give one with longer texts")
-    read = fingerprint(requests, checkpoint.model_hash, *options.partition, options.norm_weighted, options.gate_neurons)
+    read = fingerprint(
+        requests, checkpoint.model_hash, *options.partition, options.norm_weighted, options.gate_neurons
+    )
     unfinished = Unfinished(out, read)
     model = ExactModel(checkpoint, context_tokens=max(request.num_tokens for request in requests) + 1)
     collected = CollectRows(model, requests)
@@ -134,7 +144,9 @@ def check_model(checkpoint: Checkpoint, settings: PartitionSettings, name: str) 
     if not spec.moe_layers:
         raise ConfigError(f"{name} has no layer with routed experts, so there are no experts to split")
     if spec.encoder is not None:
-        raise ConfigError(f"{name} is an encoder-decoder ({spec.family}), expected a decoder; its experts stay whole")
+        raise ConfigError(
+            f"{name} is an encoder-decoder ({spec.family}), expected a decoder; its experts stay whole"
+        )
     check_settings(settings, spec.layers[spec.moe_layers[0]].ffn.width)
 
 

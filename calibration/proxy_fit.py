@@ -49,7 +49,9 @@ def fit_expert(
     slices = mass[:, order].unflatten(1, (N, F // N)).sum(-1)
     slopes, offsets = _line(proxies, slices, ratio_only)
     total = float(mass.sum()) or 1.0
-    lost = [objective(mass, each, N, settings.num_dropped) / total for each in (group, contiguous(mass, settings))]
+    lost = [
+        objective(mass, each, N, settings.num_dropped) / total for each in (group, contiguous(mass, settings))
+    ]
     return ExpertFit(order, slopes, offsets, torch.tensor(lost))
 
 

@@ -35,11 +35,11 @@ def swap_search(
     group = group.clone()
     best_group, changes = torch.empty_like(group), torch.empty(len(tolerances))
     loads = torch.zeros(num_parts, rows).index_add_(0, group.long(), padded)
-    first, second = swaps.contiguous()
+    one, other = swaps.contiguous()
     objective = compiled.swap_search(
         padded,
-        first,
-        second,
+        one,
+        other,
         tolerances,
         group,
         best_group,
@@ -50,4 +50,5 @@ def swap_search(
     )
     if objective is None:
         raise AssertionError("swap_search: the compiled loop declined arguments that passed the checks")
-    return Searched(best_group, *objective, changes)
+    first, best = objective
+    return Searched(best_group, first, best, changes)

@@ -1,0 +1,108 @@
+"""`calibrate prism`: what it writes, that a stop changes nothing, and whom it refuses."""
+
+import pytest
+import torch
+
+from calibration.activations import CollectRows, expert_activations
+from calibration.elastic_eval import perplexity, proxy_route, split_experts
+from calibration.partition import PartitionSettings
+from calibration.passes import Unfinished
+from calibration.plain_model import PlainModel, read_expert
+from calibration.prism import PrismOptions, SplitLayers, calibrate_prism
+from calibration.requests import Lengths
+from edge_runtime.artifacts import Artifact
+from edge_runtime.clock import SystemClock
+from edge_runtime.elastic.sub_experts import read_sub_experts
+from edge_runtime.errors import ArtifactError, ConfigError, UserError
+from edge_runtime.model.checkpoint import Checkpoint
+from tests.support.calibrating import exact_model, random_requests, small_corpus, write_family
+from tests.support.clusters import MODEL
+from topology.ids import ExpertId
+
+SMALL = PrismOptions(PartitionSettings(swaps=200), num_requests=16, lengths=Lengths(32, 16), threads=2)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    """The demo model's experts split by a few requests."""
+    folder = tmp_path_factory.mktemp("prism")
+    corpus = small_corpus(folder / "corpus")
+    return calibrate_prism(MODEL, corpus, folder / "out", SMALL, SystemClock())
+
+
+def test_every_expert_is_split_and_loses_no_more_than_as_its_neurons_lie(artifact):
+    checkpoint = Checkpoint.open(MODEL)
+    parts = read_sub_experts(artifact, checkpoint.spec)
+    assert parts is not None and parts.num_parts == 4 and set(parts.layers) == set(checkpoint.spec.moe_layers)
+    split, contiguous = artifact.tensor("partition", "objective").unbind(-1)
+    assert (split <= contiguous).all() and (split < contiguous).float().mean() > 0.5
+    for layer in parts.layers.values():
+        assert (layer.slopes >= 0).all() and (layer.offsets >= -1e-6).all()
+
+
+def test_the_full_tier_is_the_model_and_less_is_worse(artifact):
+    model = PlainModel(Checkpoint.open(MODEL))
+    windows = torch.randint(3, 8000, (1, 48), generator=torch.Generator().manual_seed(0))
+    full = perplexity(model, windows, None)
+    parts = read_sub_experts(artifact, model.spec)
+    split_experts(model, parts)
+    assert perplexity(model, windows, proxy_route(model, parts, 16)) == pytest.approx(full, rel=1e-4)
+    assert perplexity(model, windows, proxy_route(model, parts, 1)) != pytest.approx(full, rel=1e-3)
+
+
+def test_a_stopped_split_ends_with_the_numbers_of_one_that_was_not(tmp_path):
+    folder = write_family("qwen3_moe", tmp_path / "model")
+    model = exact_model(folder)
+    rows = CollectRows(model, random_requests(20))
+    for unit in range(rows.num_units):
+        rows.run(unit)
+    options = PrismOptions(PartitionSettings(num_parts=2, swaps=100))
+    whole = SplitLayers(model.checkpoint, rows.rows, options)
+    first, second = (SplitLayers(model.checkpoint, rows.rows, options) for _ in range(2))
+    for unit in range(whole.num_units):
+        whole.run(unit)
+    first.run(0)
+    kept = Unfinished(tmp_path, "same")
+    kept.save(first.name, first.state(), 1)
+    second.restore(kept.load(first.name)[0])
+    for unit in range(1, second.num_units):
+        second.run(unit)
+    for found, expected in zip(second.fitted(), whole.fitted(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_an_expert_that_hardly_any_row_chose_is_shown_all_rows(tmp_path):
+    folder = write_family("qwen3_moe", tmp_path / "model")
+    model = exact_model(folder)
+    collected = CollectRows(model, random_requests(20))
+    for unit in range(collected.num_units):
+        collected.run(unit)
+    layer = model.moe_layers[0]
+    rows = collected.rows(layer)
+    spec, weights = model.spec.layers[layer].ffn, read_expert(model.checkpoint, ExpertId(layer, 1))
+    nobody = rows._replace(expert_ids=torch.zeros_like(rows.expert_ids))
+    assert len(expert_activations(spec, weights, 1, nobody)) == len(rows.x)
+    assert len(expert_activations(spec, weights, 0, nobody, most=10)) == 10
+
+
+def test_who_cannot_be_split_is_told_in_a_sentence(tmp_path):
+    corpus = small_corpus(tmp_path / "corpus")
+
+    def attempt(folder, options=SMALL, out="out"):
+        calibrate_prism(folder, corpus, tmp_path / out, options, SystemClock())
+
+    dense = write_family("qwen3_moe", tmp_path / "dense", mlp_only_layers=[0, 1, 2])
+    with pytest.raises(ConfigError, match="no layer with routed experts"):
+        attempt(dense)
+    with pytest.raises(ConfigError, match=r"is an encoder-decoder \(switch_transformers\)"):
+        attempt(write_family("switch_transformers", tmp_path / "switch"))
+    with pytest.raises(UserError, match="7 sub-experts per expert: found experts of width 96"):
+        attempt(MODEL, SMALL._replace(partition=PartitionSettings(num_parts=7)))
+
+
+def test_an_artifact_of_other_experts_is_refused(artifact, tmp_path):
+    other = Checkpoint.open(write_family("qwen3_moe", tmp_path / "model"))
+    with pytest.raises(ArtifactError, match="expected"):
+        Artifact.open(artifact.folder, model_hash=other.model_hash)
+    with pytest.raises(ArtifactError, match="run `edge-runtime calibrate prism`"):
+        read_sub_experts(artifact, other.spec)
