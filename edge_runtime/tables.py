@@ -28,6 +28,7 @@ def status_table(body: dict[str, Any]) -> str:
     ]
     if body["experts_without_host"]:
         head.append(f"{body['experts_without_host']} experts have no living host")
+    head += [_group_line(group) for group in body["groups"] if len(group["stages"]) > 1]
     table = Table(box=None, pad_edge=False)
     for name in ("node", "roles", "state", "pid", "address"):
         table.add_column(name)
@@ -60,6 +61,15 @@ def status_table(body: dict[str, Any]) -> str:
         )
     faults = [f"{node['name']}: {node['fault']}" for node in body["nodes"] if node["fault"]]
     return "\n".join([*head, "", _text(table), *faults])
+
+
+def _group_line(group: dict[str, Any]) -> str:
+    """A decode group whose layers are split."""
+    stages = ", ".join(
+        f"{stage['node']} layers {stage['first_layer']}-{stage['last_layer']}" for stage in group["stages"]
+    )
+    state = "serves" if group["serves"] else "lacks a node"
+    return f"group of {len(group['stages'])} stages: {stages}: {state}, {group['in_flight']} in flight"
 
 
 def plan_body(

@@ -116,6 +116,11 @@ class BlockPool:
             if self._references[block] == 0 and block in self._free:
                 self._free.move_to_end(block, last=False)
 
+    def forget_all(self) -> None:
+        """Make every block's content unfindable."""
+        for block in list(self._block_of.values()):
+            self.forget(block)
+
     def release(self, blocks: Sequence[int]) -> None:
         """Take one user from each block of a table, given in the order of its tokens.
 

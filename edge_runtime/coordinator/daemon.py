@@ -58,7 +58,7 @@ from edge_runtime.transport.endpoint import Sent, Server
 from edge_runtime.transport.keys import Keys
 from edge_runtime.weights.service import BUSY_S, WeightsService
 from edge_runtime.weights.stores import Store
-from topology.cluster import DECODE, Cluster
+from topology.cluster import Cluster
 from topology.costs import ModelFootprint
 from topology.errors import TopologyError
 from topology.files import read_cluster_text
@@ -74,7 +74,7 @@ PROBE_S = 1.0  # how often a client that takes nothing is looked for
 MAX_BACKLOG = 1000  # messages taken before time is looked at
 MAX_MOVES = 3  # homes a request may lose before it is given up
 HOMELESS_S = 30.0  # how long a request waits for another home
-HOME_IS_GONE = ("stopping", "not_ready")  # failures of a home, not of the request
+HOME_IS_GONE = ("stopping", "not_ready", "moving", "stage_lost")  # failures of a home, not of the request
 SEED_BITS = 63
 MAX_LOADERS = 1024
 MAX_CLIENTS = 4096  # connections remembered; the oldest idle one must greet again
@@ -275,8 +275,12 @@ class CoordinatorDaemon:
                     self._deliver(self._streams.tokens(message))
             case Failed(reason=reason) if reason in HOME_IS_GONE:
                 if self._streams.node_of(message.request_id) == name:
-                    self._streams.lose_home(message.request_id, message.detail, self._clock.now())
+                    self._streams.lose_home(
+                        message.request_id, message.detail, self._clock.now(), is_planned=reason == "moving"
+                    )
                     self._find_homes(but=name)
+            case Finished(finish_reason="abort") if not self._streams.is_aborted(message.request_id):
+                pass  # of a time when the request was here before: it was taken away, and has come back since
             case Finished() | Failed():
                 if self._streams.node_of(message.request_id) == name:
                     self._deliver(self._streams.end(message))
@@ -381,13 +385,20 @@ class CoordinatorDaemon:
         return None
 
     def _choose_home(self, but: str = "") -> str | None:
-        loads = [
-            HomeLoad(node.name, self._streams.in_flight(node.name), self._cluster.max_requests)
-            for node in self._cluster.nodes
-            if DECODE in node.roles and self._state.nodes[node.name].serves and node.name != but
+        """The first node of a decode group whose nodes all serve; `but` is in none, nor who leaves if it can be helped."""
+        alive, leaving = set(self._state.alive), self._epochs.leaving
+        whole = [
+            group.nodes
+            for group in self._placement.groups
+            if alive.issuperset(group.nodes) and but not in group.nodes
         ]
-        staying = [load for load in loads if load.node not in self._epochs.leaving]
-        return choose_home(staying or loads)
+        staying = [nodes for nodes in whole if leaving.isdisjoint(nodes)]
+        return choose_home(
+            [
+                HomeLoad(home, self._streams.in_flight(home), self._cluster.max_requests)
+                for home, *_ in staying or whole
+            ]
+        )
 
     def _find_homes(self, but: str = "") -> None:
         """Let another node go on with each request that lost its home: prompt and tokens so far are prefilled there.
@@ -397,6 +408,9 @@ class CoordinatorDaemon:
         now = self._clock.now()
         for stream in self._streams.homeless():
             request_id = stream.request_id
+            if stream.is_aborted:
+                self._deliver(self._streams.end(Finished(request_id, "abort")))
+                continue
             home = self._choose_home(but) if stream.moves <= MAX_MOVES else None
             if home is not None:
                 resumed = msgspec.structs.replace(stream.submit, output_ids=list(stream.token_ids))
@@ -415,10 +429,16 @@ class CoordinatorDaemon:
                 )
 
     def _abort(self, request_id: str) -> None:
-        node = self._streams.node_of(request_id)
-        if node == "":
+        """The client wants no more of it."""
+        if self._streams.node_of(request_id) == "":
             self._deliver(self._streams.end(Finished(request_id, "abort")))
-        elif node is not None:
+        else:
+            self._streams.abort(request_id)
+            self._abort_at_home(request_id)
+
+    def _abort_at_home(self, request_id: str) -> None:
+        node = self._streams.node_of(request_id)
+        if node:
             self._server.send(self._state.nodes[node].peer, Abort(request_id))
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
@@ -471,9 +491,12 @@ class CoordinatorDaemon:
             self._server.send(record.peer, message)
 
     def _move_requests(self, name: str, why: str) -> None:
-        for request_id in self._streams.of_node(name):
-            self._abort(request_id)
-            self._streams.lose_home(request_id, why, self._clock.now())
+        """A node is gone: whatever it was home to, or ran some layers of, goes on elsewhere."""
+        homes = {name} | {group.nodes[0] for group in self._epochs.serving_groups() if name in group.nodes}
+        for home in sorted(homes):
+            for request_id in self._streams.of_node(home):
+                self._abort_at_home(request_id)
+                self._streams.lose_home(request_id, why, self._clock.now())
         self._find_homes(but=name)
 
     def _welcome(self, name: str) -> None:

@@ -43,22 +43,14 @@ def plan_for(
 
     traits  what calibration found of the experts, for files whose `placement` looks at it
 
-    Raises PlacementError if they cannot hold it, TopologyError for a placement that cannot be carried out yet.
+    Raises PlacementError if they cannot hold it.
     """
     there = replace(
         cluster,
         nodes=tuple(node for node in cluster.nodes if node.name in present),
         pins=tuple(pin for pin in cluster.pins if pin.node in present),
     )
-    placement = plan_placement(there, footprint, epoch=epoch, previous=previous, traits=traits)
-    for share in placement.nodes:
-        if 0 < share.last_layer - share.first_layer < footprint.num_layers:
-            raise TopologyError(
-                f"{cluster.source}, [cluster] plan: {cluster.plan} gives {share.node} layers {share.first_layer} to "
-                f"{share.last_layer - 1} of {footprint.num_layers}, which cannot be carried out yet; "
-                'write plan = "home"'
-            )
-    return placement
+    return plan_placement(there, footprint, epoch=epoch, previous=previous, traits=traits)
 
 
 def refuse_unchangeable(running: Cluster, wanted: Cluster) -> None:
@@ -119,7 +111,16 @@ def deploy_for(
         },
         model_hash=model_hash,
         counts_now=counts_now,
+        stages=_stages_of(name, cluster, placement),
     )
+
+
+def _stages_of(name: str, cluster: Cluster, placement: Placement) -> list[int]:
+    """Indices in the file's order of the nodes of its decode group, if that has several stages."""
+    for group in placement.groups:
+        if name in group.nodes and len(group.stages) > 1:
+            return [cluster.node_names.index(node) for node in group.nodes]
+    return []
 
 
 def hosts_table(cluster: Cluster, footprint: ModelFootprint, placement: Placement) -> list[list[list[int]]]:

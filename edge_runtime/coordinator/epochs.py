@@ -16,7 +16,7 @@ from edge_runtime.errors import Refusal
 from topology.cluster import DECODE, Cluster
 from topology.costs import ModelFootprint
 from topology.errors import TopologyError
-from topology.placement import Placement
+from topology.placement import GroupPlan, Placement
 from topology.traits import ExpertTraits
 
 CHANGE_S = 120.0  # how long loading another placement may take, and switching to it
@@ -130,6 +130,11 @@ class Epochs:
     def leaving(self) -> frozenset[str]:
         """Nodes that are being drained."""
         return self.change.leaving if self.change is not None else frozenset()
+
+    def serving_groups(self) -> list[GroupPlan]:
+        """Decode groups that may be answering now: of the placement that counts, and of the one before while homes switch."""
+        plans = [plan for epoch, plan in self.plans.items() if epoch <= self.active]
+        return [group for plan in plans for group in plan.placement.groups]
 
     def change_text(self) -> str:
         """What the change under way waits for, for people; empty without one."""
@@ -368,7 +373,7 @@ class Epochs:
     # Mending.
 
     def _mend(self, now: float) -> list[Command]:
-        """Give experts without a living host another one, and a node that came back its part again."""
+        """Give experts and layers without a living host another one, and a node that came back its part again."""
         if self.change is not None or now < self._try_at_s:
             return []
         records = self.state.nodes.values()
@@ -378,7 +383,12 @@ class Epochs:
         is_late = now - self._began_s > ABSENT_S
         away = [r.name for r in records if r.name not in present and (r.has_served or is_late)]
         unhosted = experts_without_host(self.placement, set(present)) if away else 0
-        if not present or (not idle and not unhosted):
+        broken = [
+            group
+            for group in self.placement.groups
+            if len(group.stages) > 1 and not set(group.nodes).isdisjoint(away)
+        ]
+        if not present or not (idle or unhosted or broken):
             return []
         self._try_at_s = now + RETRY_S
         try:
@@ -390,14 +400,14 @@ class Epochs:
             return [states.Note(f"the placement cannot be mended: {error}")]
         self._told = ""
         plan = Plan(self.cluster, placement)
-        if not unhosted and not any(plan.holds(name) for name in idle):
+        if not (unhosted or broken or any(plan.holds(name) for name in idle)):
             self._left_out |= idle
             return []
-        why = (
-            f"{unhosted} experts lost their host with {', '.join(away)}"
-            if unhosted
-            else f"{', '.join(sorted(idle))} came back"
-        )
+        why = f"{', '.join(sorted(idle))} came back"
+        if broken:
+            why = f"layers lost their node with {', '.join(away)}"
+        elif unhosted:
+            why = f"{unhosted} experts lost their host with {', '.join(away)}"
         return self._begin(plan, why, now)
 
     def _announcement(self) -> Announce:

@@ -42,6 +42,17 @@ def status_body(
             "finished": streams.num_finished,
             "failed": streams.num_failed,
         },
+        "groups": [
+            {
+                "stages": [
+                    {"node": stage.node, "first_layer": stage.first_layer, "last_layer": stage.last_layer - 1}
+                    for stage in group.stages
+                ],
+                "serves": set(state.alive).issuperset(group.nodes),
+                "in_flight": streams.in_flight(group.nodes[0]),
+            }
+            for group in placement.groups
+        ],
         "nodes": [
             _node_body(cluster, placement, record, streams, now, is_leaving=record.name in leaving)
             for record in state.nodes.values()
@@ -64,6 +75,8 @@ def _node_body(
     return {
         "name": record.name,
         "roles": sorted(node.roles) if node else [],
+        "used_for": sorted(plan.roles) if plan else [],
+        "layers": [plan.first_layer, plan.last_layer - 1] if plan and plan.last_layer else None,
         "address": node.address if node else None,
         "pid": record.pid or None,
         "state": "draining" if is_leaving and record.serves else record.phase,

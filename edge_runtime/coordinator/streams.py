@@ -32,6 +32,7 @@ class Stream:
     window     of Tokens messages that may still be sent before the client grants more
     token_ids  the answer so far, whether or not the client has it yet: another home goes on after these
     moves      how often it lost its home; homeless_s: since when it has none; lost_node, why: which it was, what happened
+    is_aborted  its client wants no more of it
     """
 
     submit: Submit
@@ -44,6 +45,7 @@ class Stream:
     homeless_s: float = 0.0
     lost_node: str = ""
     why: str = ""
+    is_aborted: bool = False
 
     @property
     def request_id(self) -> str:
@@ -98,12 +100,12 @@ class Streams:
         self._streams[submit.request_id] = Stream(submit, client, node, Window(max(1, submit.credit)))
         self._in_flight[node] = self._in_flight.get(node, 0) + 1
 
-    def lose_home(self, request_id: str, why: str, now: float) -> None:
-        """The request's home is gone; `why` is told if no other takes it."""
+    def lose_home(self, request_id: str, why: str, now: float, *, is_planned: bool = False) -> None:
+        """The request's home is gone, or is not to be its home any longer; `why` is told if no other takes it."""
         stream = self._streams[request_id]
         self._in_flight[stream.node] -= 1
         stream.node, stream.lost_node, stream.why = "", stream.node, why
-        stream.moves += 1
+        stream.moves += not is_planned
         stream.homeless_s = now
 
     def homeless(self) -> list[Stream]:
@@ -114,6 +116,15 @@ class Streams:
         """`node` goes on with a request that had no home."""
         self._streams[request_id].node = node
         self._in_flight[node] = self._in_flight.get(node, 0) + 1
+
+    def abort(self, request_id: str) -> None:
+        """The client wants no more of the request; it ends when its home says so."""
+        if request_id in self._streams:
+            self._streams[request_id].is_aborted = True
+
+    def is_aborted(self, request_id: str) -> bool:
+        """Whether the request is here and its client wants no more of it."""
+        return request_id in self._streams and self._streams[request_id].is_aborted
 
     def in_flight(self, node: str) -> int:
         """Requests routed to that node that have not ended."""

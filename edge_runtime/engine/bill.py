@@ -10,10 +10,18 @@ import numpy as np
 
 
 class Account(NamedTuple):
-    """What one request cost: served [2, N] float64, gate weight and slots by host; host 0 is the home."""
+    """What one request cost: served [2, N] float64, gate weight and slots by host; host 0 is the home.
+
+    here  gate weight served where its rows were: at the home; with stages, at each stage's own node. None: host 0's
+    """
 
     served: np.ndarray
     host_names: list[str]
+    here: float | None = None
+
+    @property
+    def weight_here(self) -> float:
+        return float(self.served[0, 0]) if self.here is None else self.here
 
 
 class ServedWeight:
@@ -53,9 +61,13 @@ class ServedWeight:
         self._step[0] += rows * num_layers
         self._step[1] += rows * (num_layers * num_slots)
 
+    def of_step(self, num_slices: int) -> np.ndarray:
+        """[2, S, N] float64: weight and slots of the step's slices so far, by host; a view."""
+        return self._step.reshape(2, num_slices, self.num_hosts)
+
     def end_step(self, request_ids: list[str]) -> None:
         """Book the step's sums on its requests, named in slice order."""
-        step = self._step.reshape(2, len(request_ids), self.num_hosts)
+        step = self.of_step(len(request_ids))
         for index, request_id in enumerate(request_ids):
             booked = self._by_request.get(request_id)
             if booked is None:
@@ -73,14 +85,76 @@ class ServedWeight:
         return len(self._by_request)
 
 
+class StagesAccounts:
+    """The accounts of requests whose layers several stages run, from what each step brings of all of them."""
+
+    def __init__(self, home: str) -> None:
+        self._columns: dict[str, int] = {home: 0}
+        self._by_request: dict[
+            str, np.ndarray
+        ] = {}  # [1 + 2N] float64: here, then weight and slots of each host
+
+    def book(self, request_ids: Sequence[str], hosts: Sequence[str], served: np.ndarray) -> None:
+        """served [S, 1 + 2H]: gate weight at the stages' own nodes, then of each host its weight, then its slots."""
+        for name in hosts:
+            self._columns.setdefault(name, len(self._columns))
+        places = np.array([self._columns[name] for name in hosts], dtype=np.intp)
+        columns = np.concatenate([[0], 1 + 2 * places, 2 + 2 * places])
+        size = 1 + 2 * len(self._columns)
+        for request_id, numbers in zip(request_ids, served, strict=True):
+            booked = self._by_request.get(request_id)
+            if booked is None or len(booked) < size:
+                grown = np.zeros(size)
+                grown[: 0 if booked is None else len(booked)] = () if booked is None else booked
+                booked = self._by_request[request_id] = grown
+            np.add.at(booked, columns, numbers)
+
+    def take(self, request_id: str) -> Account:
+        """Close a request's account; all zeros if it never ran."""
+        booked = self._by_request.pop(request_id, None)
+        served = np.zeros((2, len(self._columns)))
+        if booked is None:
+            return Account(served, list(self._columns), 0.0)
+        pairs = booked[1:].reshape(-1, 2)
+        served[:, : len(pairs)] = pairs.T
+        return Account(served, list(self._columns), float(booked[0]))
+
+    def __len__(self) -> int:
+        """Accounts that are open."""
+        return len(self._by_request)
+
+
+def served_in_stages(
+    hosts: Sequence[str], served: np.ndarray, names: Sequence[str], step: np.ndarray
+) -> tuple[list[str], np.ndarray]:
+    """Add what one more stage served to what those before it did. S slices, H hosts so far, N of this stage.
+
+    hosts   so far, and `served` [S, 1 + 2H] float32
+    names   of this stage's hosts, its own node first; step [2, S, N] float64, weight and slots
+    returns the hosts of both, and [S, 1 + 2H'] float32; a host that served nothing is not named
+    """
+    used = [index for index, name in enumerate(names) if name in hosts or step[1, :, index].any()]
+    together = list(dict.fromkeys([*hosts, *(names[index] for index in used)]))
+    num_before, num_after = len(hosts), len(together)
+    found = np.zeros((served.shape[0], 1 + 2 * num_after), dtype=np.float32)
+    found[:, : 1 + num_before] = served[:, : 1 + num_before]
+    found[:, 1 + num_after : 1 + num_after + num_before] = served[:, 1 + num_before :]
+    found[:, 0] += step[0, :, 0]
+    for index in used:
+        column = 1 + together.index(names[index])
+        found[:, column] += step[0, :, index]
+        found[:, column + num_after] += step[1, :, index]
+    return together, found
+
+
 def joined_accounts(accounts: Sequence[Account]) -> Account:
-    """One account of several of one request, hosts put together by name; the first one's home is the home."""
+    """One account of several of one request, hosts put together by name; what was here in any of them was here."""
     names = list(dict.fromkeys(name for account in accounts for name in account.host_names))
     served = np.zeros((2, len(names)))
     for account in accounts:
         for index, name in enumerate(account.host_names):
             served[:, names.index(name)] += account.served[:, index]
-    return Account(served, names)
+    return Account(served, names, sum(account.weight_here for account in accounts))
 
 
 def bill_of(account: Account) -> tuple[dict[str, float], dict[str, int]]:
@@ -91,7 +165,7 @@ def bill_of(account: Account) -> tuple[dict[str, float], dict[str, int]]:
     """
     weight, num_slots = account.served
     total = float(weight.sum())
-    here = float(weight[0]) / total if total else 0.0
+    here = account.weight_here / total if total else 0.0
     bill = {
         "exact_here": here,
         "exact_elsewhere": 1.0 - here if total else 0.0,

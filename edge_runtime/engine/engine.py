@@ -8,7 +8,9 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import torch
 
 from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import Account, bill_of, joined_accounts
@@ -17,10 +19,11 @@ from edge_runtime.engine.request import FinishReason, Request
 from edge_runtime.engine.runner import HostedExperts, Runner, Stage
 from edge_runtime.engine.scheduler import Scheduler
 from edge_runtime.errors import EdgeError, UserError
-from edge_runtime.model.sampling import Sampler, TokenLogprobs
+from edge_runtime.model.sampling import Sampled, Sampler, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
+NOTHING = Sampled(torch.empty(0, dtype=torch.int64), (), ())
 HELD_S = 0.02  # how long a step that lacks experts waits before it is tried again
 
 
@@ -39,6 +42,7 @@ class Ended(NamedTuple):
     request        with its tokens and the moments of its life
     finish_reason  `stop`, `length`, `abort` or `error`
     detail         for `error`: one sentence that names node and experts
+    cause          for `error`: what was missing
     ended_s        when, on the engine's clock
     is_users_fault whether the request itself could not be served
     slots          expert slots computed for it, by node name
@@ -51,6 +55,7 @@ class Ended(NamedTuple):
     is_users_fault: bool = False
     bill: Mapping[str, float] = MappingProxyType({})
     slots: Mapping[str, int] = MappingProxyType({})
+    cause: Literal["experts", "stage"] = "experts"
 
 
 class Engine:
@@ -65,9 +70,12 @@ class Engine:
                 f"an engine samples, so it runs all {runner.num_layers} layers, not "
                 f"[{runner.first_layer}, {runner.last_layer})"
             )
+        self.sampler = sampler
+        self._begin(scheduler, runner, clock)
+
+    def _begin(self, scheduler: Scheduler, runner: Stage, clock: Clock) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.sampler = sampler
         self.clock = clock
         self.tokens_generated = 0
         self.is_held = False
@@ -108,40 +116,52 @@ class Engine:
 
         began = now()
         sampling = [piece.request for piece in plan.slices if piece.samples]
-        sampled = self.sampler.sample(result.logits, sampling) if result.logits is not None else None
-        failed = dict(result.failed)
+        sampled = self.sampler.sample(result.logits, sampling) if result.logits is not None else NOTHING
+        times.sample += now() - began
+        return self._settle(plan, sampled.token_ids.tolist(), sampled.logprobs, result.failed)
+
+    def _settle(
+        self,
+        plan: StepPlan,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+        failed: Mapping[str, str],
+    ) -> list[Output]:
+        """Take in what a step brought.
+
+        token_ids  of the requests that sample, in slice order, -1 where the logits were not finite
+        logprobs   likewise, or empty
+        failed     request id -> why it ends here
+        """
+        began, now = self.clock.now(), self.clock.now
+        sampling = [piece.request for piece in plan.slices if piece.samples]
         tokens: dict[str, int] = {}
-        logprobs: Sequence[TokenLogprobs | None] = ()
-        if sampled is not None:
-            token_ids = sampled.token_ids.tolist()
-            logprobs = sampled.logprobs
-            for index in sampled.bad_rows:
-                request_id = sampling[index].request_id
-                failed.setdefault(request_id, f"request {request_id}: the model's logits are not finite")
-            tokens = {
-                request.request_id: token_id
-                for request, token_id in zip(sampling, token_ids, strict=True)
-                if request.request_id not in failed
-            }
-        sampled_at = now()
-        times.sample += sampled_at - began
-        ended = self.scheduler.complete(plan, tokens, sampled_at, failed=failed)
+        for request, token_id in zip(sampling, token_ids, strict=True):
+            request_id = request.request_id
+            if request.state != "running":  # it ended while the step was under way
+                continue
+            if token_id < 0:
+                why = f"request {request_id}: the model's logits are not finite"
+                failed = {request_id: why} | dict(failed)
+            elif request_id not in failed:
+                tokens[request_id] = token_id
+        ended = self.scheduler.complete(plan, tokens, began, failed=failed)
         finished = {done.request.request_id: done for done in ended}
         self.tokens_generated += len(tokens)
 
         outputs = []
         for index, request in enumerate(sampling):
             request_id = request.request_id
-            token_id = tokens.get(request_id)
-            if token_id is not None:
+            chosen = tokens.get(request_id)
+            if chosen is not None:
                 detail = logprobs[index] if logprobs else None
                 done = finished.pop(request_id, None)
                 if done is None:
-                    outputs.append(Output(request_id, token_id, detail, None))
+                    outputs.append(Output(request_id, chosen, detail, None))
                 else:
-                    outputs.append(self._ended(done, token_id, detail))
+                    outputs.append(self._ended(done, chosen, detail))
         outputs.extend(self._ended(done, None, None) for done in finished.values())
-        times.plan += now() - sampled_at
+        self.runner.times.plan += now() - began
         return outputs
 
     def _take_prompt_counts(self, plan: StepPlan) -> None:
@@ -150,6 +170,19 @@ class Engine:
             if request.wants_counts and piece.start + piece.count == len(request.prompt_ids):
                 request.wants_counts = False
                 request.prompt_counts = self.runner.prompt_counts(request)
+
+    def rest_s(self) -> float | None:
+        """How long the thread may sleep unless an order comes: 0 if there is something to do, None if there is nothing."""
+        if self.is_held:
+            return HELD_S
+        return None if self.is_idle else 0.0
+
+    def woken(self) -> None:
+        """An order came: what was in vain may be tried again."""
+        self.is_held = False
+
+    def close(self) -> None:
+        """No step of it follows."""
 
     def switch_port(self, runner: Runner, port: HostedExperts) -> None:
         """Let another placement serve this engine's `runner` from the next step on."""
@@ -191,11 +224,19 @@ class Engine:
     def _carry_accounts_of(self, other: "Engine") -> None:
         for request in other.scheduler.requests():
             carried = self._carried.setdefault(request.request_id, other._carried.pop(request.request_id, []))
-            carried.append(other.runner.take_account(request.request_id))
+            carried.append(other._take_account(request.request_id))
+
+    def _take_account(self, request_id: str) -> Account:
+        return self.runner.take_account(request_id)
+
+    @property
+    def num_accounts(self) -> int:
+        """Accounts that are open: of requests that run, or ran and were preempted."""
+        return self.runner.num_accounts
 
     def _ended(self, finished: Finished, token_id: int | None, logprobs: TokenLogprobs | None) -> Output:
         request = finished.request
-        account = self.runner.take_account(request.request_id)
+        account = self._take_account(request.request_id)
         carried = self._carried.pop(request.request_id, None)
         bill, slots = bill_of(joined_accounts([account, *carried]) if carried else account)
         ended = Ended(request, finished.reason, finished.error, self.clock.now(), bill=bill, slots=slots)
@@ -245,6 +286,10 @@ class EngineThread(threading.Thread):
 
         self._inbox.put(abort)
 
+    def order(self, action: Callable[[Engine], list[Output]]) -> None:
+        """Run `action` between two steps; what it brings goes the way of a step's outputs."""
+        self._inbox.put(action)
+
     def call(self, action: Callable[[Engine], None]) -> None:
         """Run `action` between two steps."""
 
@@ -259,6 +304,8 @@ class EngineThread(threading.Thread):
 
         def switch(engine: Engine) -> list[Output]:
             self.engine, outputs = action(engine)
+            if self.engine is not engine:
+                engine.close()
             return outputs
 
         self._inbox.put(switch)
@@ -281,14 +328,12 @@ class EngineThread(threading.Thread):
     def _take_orders(self) -> bool:
         """Carry out what waits in the inbox; sleeps in it while the engine has nothing to do. False: stop."""
         while True:
+            rest_s = self.engine.rest_s()
             try:
-                if self.engine.is_held:
-                    order = self._inbox.get(timeout=HELD_S)
-                    self.engine.is_held = False
-                else:
-                    order = self._inbox.get(block=self.engine.is_idle)
+                order = self._inbox.get(block=rest_s != 0, timeout=rest_s)
             except queue.Empty:
                 return True
+            self.engine.woken()
             if order is None:
                 return False
             outputs = order(self.engine)

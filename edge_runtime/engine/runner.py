@@ -64,6 +64,14 @@ class StepResult(NamedTuple):
     waits: bool = False  # experts did not come but may soon have another host: the step did not happen, nothing is booked
 
 
+class RowsResult(NamedTuple):
+    """What layers made of the rows of a step. Views of buffers that the next step overwrites."""
+
+    hidden: Tensor  # [T, D] float32, the residual after the last of them
+    failed: dict[int, str]  # slice -> why, where experts did not come
+    waits: bool = False  # experts did not come but may soon have another host: the step did not happen
+
+
 class Stage(Protocol):
     """Whoever runs adjoining layers [first_layer, last_layer) for the steps of an engine."""
 
@@ -141,26 +149,51 @@ class Runner:
         return self.decoder.spec.num_layers
 
     def run(self, plan: StepPlan, hidden: Tensor | None = None) -> StepResult:
-        """See Stage: keys and values of every row are in their blocks afterwards."""
+        """See Stage."""
+        rows = self.rows(plan)
+        ran = self.run_rows(rows, len(plan.slices), hidden, counted=self._begin_counting(plan))
+        if ran.waits:
+            self.undo_counts()
+            return StepResult(None, None, {}, waits=True)
+        self._served.end_step([piece.request.request_id for piece in plan.slices])
+        is_last = self.last_layer == self.num_layers
+        logits = self.head(ran.hidden, rows) if is_last else None
+        why_of = {plan.slices[index].request.request_id: why for index, why in ran.failed.items()}
+        return StepResult(logits, None if is_last else ran.hidden, why_of)
+
+    def rows(self, plan: StepPlan) -> StepRows:
+        """The rows of a plan."""
+        began = self.clock.now()
+        rows = self.table.rows(plan)
+        self.times.rows += self.clock.now() - began
+        return rows
+
+    def run_rows(
+        self, rows: StepRows, num_slices: int, hidden: Tensor | None = None, counted: Tensor | None = None
+    ) -> RowsResult:
+        """Compute rows; keys and values of each are in their blocks afterwards.
+
+        hidden   [T, D] float32, what the stage before gave, changed in place; None where layer 0 is here
+        counted  [T] int32, which rows count in their blocks; None: none do
+        """
         times, now = self.times, self.clock.now
         began = now()
-        rows = self.table.rows(plan)
         batch: Any = AttentionBatch(
             positions=rows.positions,
             slots=rows.slots,
             row_request=rows.row_request,
             block_tables=rows.block_tables,
-            counted=self._begin_counting(plan),
+            counted=counted,
         )
         if rows.encoder_tokens is not None:
             batch = two_halves(batch, rows.encoder_tokens)
-        self._served.begin_step(rows.row_request.numpy(), len(plan.slices))
+        self._served.begin_step(rows.row_request.numpy(), num_slices)
         times.rows += now() - began
 
         if self.first_layer == 0:
             assert hidden is None, "layer 0 starts from token ids, not from another stage's rows"
             hidden = self.decoder.embed(rows.token_ids, batch)
-        shape = (plan.num_rows, self.decoder.spec.width)
+        shape = (len(rows.positions), self.decoder.spec.width)
         assert hidden is not None and hidden.shape == shape, f"layer {self.first_layer} needs rows of {shape}"
         failed: dict[int, str] = {}
         self.port.begin_step()
@@ -190,17 +223,24 @@ class Runner:
                 for index in torch.unique(requests).tolist():
                     failed.setdefault(index, missing.why)
         if failed and self.port.may_be_replaced():
-            self.undo_counts()
-            return StepResult(None, None, {}, waits=True)
+            return RowsResult(hidden, {}, waits=True)
         self._served.add_local_layers(local_layers, num_slots)
-        self._served.end_step([piece.request.request_id for piece in plan.slices])
+        return RowsResult(hidden, failed)
 
-        began = now()
-        is_last = self.last_layer == self.num_layers
-        logits = self._head(hidden, rows) if is_last and len(rows.sampled_rows) else None
-        times.head += now() - began
-        why_of = {plan.slices[index].request.request_id: why for index, why in failed.items()}
-        return StepResult(logits, None if is_last else hidden, why_of)
+    def served(self, num_slices: int) -> np.ndarray:
+        """[2, S, N] float64: gate weight and slots of the step just run, by slice and host. Not booked on anybody."""
+        return self._served.of_step(num_slices)
+
+    def head(self, hidden: Tensor, rows: StepRows) -> Tensor | None:
+        """Logits [samples, V] float32 of the rows that sample, None if none does."""
+        if not len(rows.sampled_rows):
+            return None
+        began = self.clock.now()
+        if len(rows.sampled_rows) < hidden.shape[0]:
+            hidden = hidden[torch.from_numpy(rows.sampled_rows)]
+        logits = self.decoder.head(hidden)
+        self.times.head += self.clock.now() - began
+        return logits
 
     def switch_port(self, port: HostedExperts) -> None:
         """Let another placement serve from the next step on. Open accounts must have been taken before."""
@@ -238,11 +278,6 @@ class Runner:
                 if piece.start & BLOCK_MASK
             ]
         return self.signatures.begin_step(plan.num_rows, begun)
-
-    def _head(self, hidden: Tensor, rows: StepRows) -> Tensor:
-        if len(rows.sampled_rows) == hidden.shape[0]:
-            return self.decoder.head(hidden)
-        return self.decoder.head(hidden[torch.from_numpy(rows.sampled_rows)])
 
 
 class StagedRunner:

@@ -234,8 +234,12 @@ class Scheduler:
 
     # Steps.
 
-    def plan_step(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can be computed now (all idle, or all in plans in flight)."""
+    def plan_step(self, now: float, most_decodes: int | None = None) -> StepPlan | None:
+        """The next step, or None if nothing can be computed now (all idle, or all in plans in flight).
+
+        most_decodes  requests that get their next token by it at most, oldest first; the others are left to the steps
+                      after it, which stages work on at the same time. None: all
+        """
         slices: list[StepSlice] = []
         prefills: list[Request] = []
         preemptions = self.num_preemptions
@@ -245,6 +249,8 @@ class Scheduler:
             start = request.num_computed
             if len(request.tokens) - start > 1:
                 prefills.append(request)
+            elif most_decodes is not None and len(slices) >= most_decodes:
+                continue
             elif (
                 start >> BLOCK_SHIFT < len(request.block_table) or self._make_room(request, start + 1) > start
             ):
@@ -321,6 +327,14 @@ class Scheduler:
             piece.request.in_flight = False
             if piece.request.state != "running":
                 self._release_ended(piece.request)
+
+    def start_over(self) -> None:
+        """What was computed is lost: no plan is in flight any more, and all that ran waits to be computed again."""
+        for plan in list(self._plans.values()):
+            self.abandon(plan)
+        for request in list(self._running):
+            self._preempt(request)
+        self.pool.forget_all()
 
     # How it is done.
 
@@ -461,14 +475,18 @@ class Scheduler:
             if victim is request:
                 return False
             if not victim.in_flight:
-                self._running.remove(victim)
-                self._release(victim)
-                victim.num_computed = 0
-                victim.num_preemptions += 1
+                self._preempt(victim)
                 self.num_preemptions += 1
-                self._enqueue(victim)
                 return True
         return False
+
+    def _preempt(self, victim: Request) -> None:
+        """It gives back all blocks and waits again, with its old age."""
+        self._running.remove(victim)
+        self._release(victim)
+        victim.num_computed = 0
+        victim.num_preemptions += 1
+        self._enqueue(victim)
 
     def _register_full_blocks(self, request: Request, start: int, end: int) -> None:
         full = end >> BLOCK_SHIFT

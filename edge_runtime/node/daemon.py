@@ -16,6 +16,7 @@ import torch
 
 from edge_runtime.clock import Clock
 from edge_runtime.engine.engine import Engine, EngineThread, Output
+from edge_runtime.engine.pipeline import PipelineEngine
 from edge_runtime.errors import ProtocolError, RequestError
 from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.checkpoint import Checkpoint
@@ -34,6 +35,7 @@ from edge_runtime.node.share import (
     num_experts,
     share_digest,
 )
+from edge_runtime.node.stage_service import StageService
 from edge_runtime.protocol import (
     Abort,
     Activate,
@@ -42,6 +44,7 @@ from edge_runtime.protocol import (
     Deployed,
     DeployFailed,
     DeployProgress,
+    Envelope,
     Failed,
     Finished,
     Generate,
@@ -52,6 +55,8 @@ from edge_runtime.protocol import (
     PeersChanged,
     Refused,
     Release,
+    StageResult,
+    StageStep,
     Stop,
     Stopping,
     Welcome,
@@ -110,6 +115,8 @@ class NodeDaemon:
         self._weights = WeightsService(cache or FullFolder(checkpoint), clock, cluster.weights_rate_bps)
         self._bytes_fetched = 0
         self._service = ExpertService(self._server, self._identity, clock, self._wake_up, self._weights)
+        self._service.take_stage = self._take_stage
+        self._stages = StageService(node.name, clock, self._wake_up)
         self._coordinator = Channel(cluster.coordinator, name="coordinator", keys=keys)
         self._shares: dict[int, LoadedShare] = {}  # by epoch; two while the cluster changes its placement
         self._active = 0  # the epoch whose share the engine steps by
@@ -117,6 +124,8 @@ class NodeDaemon:
         self._loader: ShareLoader | None = None
         self._engine: EngineThread | None = None
         self._requests: dict[str, HomeRequest] = {}
+        self._aborting: set[str] = set()  # of them, those that the engine was told to end
+        self._again: dict[str, Generate] = {}  # and what comes in their place
         self._stopping = False
         self._greeted = False
         self._greet_at_s = 0.0
@@ -147,6 +156,7 @@ class NodeDaemon:
         torch.set_num_threads(self._node.threads)
         backends.set_num_threads(self._node.threads)
         self._service.start()
+        self._stages.start()
         log.info("listening on %s, roles %s", self.address, ", ".join(sorted(self._node.roles)))
         try:
             while not self._stopping:
@@ -176,7 +186,7 @@ class NodeDaemon:
             self._events.popleft()()
 
     def _raise_faults(self) -> None:
-        for thread in (self._service, self._engine):
+        for thread in (self._service, self._stages, self._engine):
             if thread is not None and thread.fault is not None:
                 raise thread.fault
 
@@ -375,13 +385,29 @@ class NodeDaemon:
             epoch: Residents(epoch, share.store, spec.width, num_experts(spec))
             for epoch, share in sorted(self._shares.items())
         }
+        self._stages.places = {
+            epoch: share.place for epoch, share in self._shares.items() if share.place is not None
+        }
+        self._stages.call(lambda: None)  # it sleeps soundly while it has no place
+
+    def _take_stage(self, sender: str, envelope: Envelope) -> Refused | None:
+        """On the service's thread: a step for a later stage here, or what became of a step of the engine."""
+        if isinstance(envelope.message, StageStep):
+            return self._stages.offer(sender, envelope)
+        share, thread = self._shares.get(envelope.epoch), self._engine
+        if share is None or share.later is None or sender not in share.later.nodes[1:] or thread is None:
+            return Refused("stage", f"{self._node.name} awaits no result from {sender}")
+        result, served = envelope.message, envelope.tensors[0]
+        assert isinstance(result, StageResult), "whoever calls has looked"
+        thread.order(lambda engine: engine.take(result, served) if isinstance(engine, PipelineEngine) else [])
+        return None
 
     def _activate(self, epoch: int, then: Callable[[], None]) -> None:
         """Let the engine take its next step by this placement; `then` runs here when it has begun to."""
         share = self._shares.get(epoch)
         self._active = epoch
         if share is None or share.engine is None:
-            self._stop_engine("answers no more requests")
+            self._stop_engine("answers no more requests", is_planned=True)
             then()
         elif self._engine is None:
             self._engine = EngineThread(
@@ -416,8 +442,10 @@ class NodeDaemon:
             log.info("epoch %d released", epoch)
 
     def _close(self, share: LoadedShare) -> None:
-        """On the engine's thread, which may be at a step by it and has to change over first."""
-        if self._engine is not None:
+        """On the thread that works with it, which may be at a step by it and has to change over first."""
+        if share.place is not None:
+            self._stages.call(share.close)
+        elif self._engine is not None:
             self._engine.call(lambda engine: share.close())
         else:
             share.close()
@@ -426,23 +454,33 @@ class NodeDaemon:
         for epoch in [epoch for epoch in self._shares if epoch != kept]:
             self._release(epoch)
 
-    def _stop_engine(self, why: str) -> None:
+    def _stop_engine(self, why: str, *, is_planned: bool = False) -> None:
+        """Stop answering: another home goes on. is_planned: another placement wants it so."""
         if self._engine is not None:
             self._engine.stop()
             self._engine.join()
             self._engine = None
         for request_id in self._requests if self._greeted else ():
             detail = f"node {self._node.name} {why} while it was answering"
-            self._send(Failed(request_id, "cluster", "stopping", detail, node=self._node.name))
+            reason = "moving" if is_planned else "stopping"
+            self._send(Failed(request_id, "cluster", reason, detail, node=self._node.name))
         self._requests.clear()
+        self._aborting.clear()
+        self._again.clear()
 
     def _peers_changed(self, message: PeersChanged) -> None:
         share = self._shares.get(message.epoch)
-        if share is None or share.experts is None or self._engine is None:
+        if share is None or share.experts is None:
             return
         experts, serves_now = share.experts, message.epoch == self._active
+        if share.place is not None:
+            self._stages.call(lambda: experts.peers_changed(message.alive, message.replacing))
+        if share.engine is None or self._engine is None:
+            return
 
         def tell(engine: Engine) -> None:
+            if isinstance(engine, PipelineEngine) and serves_now:
+                engine.peers_changed(message.alive)
             experts.peers_changed(message.alive, message.replacing)
             if serves_now:
                 experts.greet_all(GREET_AGAIN_S)
@@ -456,6 +494,9 @@ class NodeDaemon:
         if self._engine is None or self._share is None or self._share.engine is None:
             why = f"node {self._node.name} has no engine for epoch {self._share.epoch if self._share else 0}"
             self._send(Failed(request_id, "cluster", "not_ready", why, node=self._node.name))
+            return
+        if request_id in self._aborting:  # it was taken away from here and comes back before it has ended
+            self._again[request_id] = generate
             return
         if request_id in self._requests:
             why = f"request id {request_id} is in use at node {self._node.name}; choose another"
@@ -475,7 +516,8 @@ class NodeDaemon:
             self._send(Failed(request_id, "user", "request", str(error), node=self._node.name))
             return
         stream = AnswerStream(self._tokenizer.stream(), request.params.stop)
-        home = self._requests[request_id] = HomeRequest(request, stream, self._node.name)
+        stages = self._share.later.nodes if self._share.later is not None else ()
+        home = self._requests[request_id] = HomeRequest(request, stream, self._node.name, stages=stages)
         ended = home.resume(settings.eos_ids, settings.context_tokens, self._clock.now())
         if ended is not None:
             self._take_outputs([Output(request_id, None, None, ended)])
@@ -483,7 +525,9 @@ class NodeDaemon:
             self._engine.submit(request)
 
     def _abort(self, request_id: str) -> None:
+        self._again.pop(request_id, None)
         if self._engine is not None and request_id in self._requests:
+            self._aborting.add(request_id)
             self._engine.abort(request_id)
 
     def _take_outputs(self, outputs: list[Output]) -> None:
@@ -499,6 +543,10 @@ class NodeDaemon:
                     self._send(message)
                 if isinstance(message, Finished | Failed):
                     del self._requests[output.request_id]
+                    self._aborting.discard(output.request_id)
+                    again = self._again.pop(output.request_id, None)
+                    if again is not None:
+                        self._generate(again)
 
     def _shut_down(self, why: str) -> None:
         self._service.residents = {}
@@ -508,6 +556,8 @@ class NodeDaemon:
         self._service.stop()
         self._service.join(2.0)
         self._weights.stop()
+        self._stages.stop()
+        self._stages.join(2.0)
         for share in self._shares.values():
             share.close()
         self._clock.sleep(0.05)  # let the last messages leave: linger is 0

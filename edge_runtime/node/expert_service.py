@@ -17,6 +17,7 @@ from edge_runtime.model.moe import ExpertStore
 from edge_runtime.protocol import (
     MAX_FRAME_BYTES,
     ChunkQuery,
+    Envelope,
     ExpertCall,
     ExpertReply,
     Hello,
@@ -24,6 +25,8 @@ from edge_runtime.protocol import (
     Message,
     RangesQuery,
     Refused,
+    StageResult,
+    StageStep,
     Welcome,
     refuse_mismatch,
 )
@@ -64,6 +67,7 @@ class ExpertService(threading.Thread):
 
     residents  by epoch, newest last; replaced as a whole from another thread, and each call uses what it finds. While
                the cluster changes from one placement to the next, both are answered for
+    take_stage  gets what stages of a decode group send one another, with the sender's name; says why it is not taken
     A fault of ours ends the thread, is kept in `.fault`, and died() lets the daemon end loudly.
     """
 
@@ -78,6 +82,7 @@ class ExpertService(threading.Thread):
         """weights: what is given away of the model's files, None for nothing."""
         super().__init__(name="expert-service", daemon=True)
         self.residents: Mapping[int, Residents] = {}
+        self.take_stage: Callable[[str, Envelope], Refused | None] = self._no_stage
         self.counters = ServiceCounters()
         self.fault: BaseException | None = None
         self._server = server
@@ -111,22 +116,9 @@ class ExpertService(threading.Thread):
                     peer, envelope = received
                     if isinstance(envelope.message, WEIGHTS) and peer in self._greeted:
                         self._ask_for_weights(peer, envelope.call_id, envelope.message)
-                        continue
-                    reply, tensors = self._answer(peer, envelope.message, envelope.epoch, envelope.tensors)
-                    self._server.send(
-                        peer,
-                        reply,
-                        call_id=envelope.call_id,
-                        epoch=envelope.epoch if envelope.epoch in self.residents else self.epoch,
-                        tensors=tensors,
-                        zero_copy=True,
-                    )
-                    del (
-                        received,
-                        envelope,
-                        reply,
-                        tensors,
-                    )  # not kept until the next call comes: they may be large
+                    else:
+                        self._serve(peer, envelope)
+                    del received, envelope  # not kept until the next call comes: they may be large
         except BaseException as fault:
             log.exception("the expert service ended on a fault of its own")
             self.fault = fault
@@ -142,6 +134,33 @@ class ExpertService(threading.Thread):
             self._server.send(
                 reply.peer, reply.message, call_id=reply.call_id, tensors=reply.tensors, zero_copy=True
             )
+
+    def _serve(self, peer: bytes, envelope: Envelope) -> None:
+        if isinstance(envelope.message, StageStep | StageResult):
+            refused = self._pass_on(peer, envelope)
+            if refused is not None:
+                self.counters.refused += 1
+                self._server.send(peer, refused, call_id=envelope.call_id, epoch=self.epoch)
+            return
+        reply, tensors = self._answer(peer, envelope.message, envelope.epoch, envelope.tensors)
+        self._server.send(
+            peer,
+            reply,
+            call_id=envelope.call_id,
+            epoch=envelope.epoch if envelope.epoch in self.residents else self.epoch,
+            tensors=tensors,
+            zero_copy=True,
+        )
+
+    def _no_stage(self, sender: str, envelope: Envelope) -> Refused | None:
+        return Refused("stage", f"{self._identity.node} has no part in a decode group of several stages")
+
+    def _pass_on(self, peer: bytes, envelope: Envelope) -> Refused | None:
+        """A message between stages goes to the thread that works on it."""
+        node, sender = self._identity.node, self._greeted.get(peer)
+        if sender is None:
+            return Refused("handshake", f"{node} takes steps only after a Hello on the same connection", 0.0)
+        return self.take_stage(sender, envelope)
 
     def _answer(
         self, peer: bytes, message: Message, epoch: int, tensors: Any

@@ -6,6 +6,7 @@ from dataclasses import asdict
 import psutil
 
 from edge_runtime.engine.engine import EngineThread
+from edge_runtime.engine.pipeline import PipelineEngine
 from edge_runtime.node.expert_service import ExpertService
 from edge_runtime.node.share import LoadedShare, ShareLoader
 from edge_runtime.protocol import NodeReport
@@ -40,9 +41,11 @@ def node_report(
     }
     if share is not None:
         report |= {"epoch": share.epoch, "planned_bytes": share.planned_bytes}
-    if share is not None and engine_thread is not None and share.experts is not None:
-        engine, experts = engine_thread.engine, share.experts
-        scheduler, times = engine.scheduler, engine.runner.times
+    engine = engine_thread.engine if engine_thread is not None else None
+    if share is not None and share.experts is not None and (engine is not None or share.place is not None):
+        runner = engine.runner if engine is not None else share.runner
+        assert runner is not None, "whoever has experts behind a port runs layers"
+        experts, times = share.experts, runner.times
         traffic = list(experts.traffic.values())
         numbers |= {f"step_{name}": float(value) for name, value in asdict(times).items()}
         numbers |= {f"experts_{name}": value for name, value in asdict(experts.times).items()}
@@ -53,10 +56,19 @@ def node_report(
             "bytes_out": float(sum(peer.bytes_out for peer in traffic)),
             "bytes_in": float(sum(peer.bytes_in for peer in traffic)),
             "call_failures": float(sum(peer.failures for peer in traffic)),
+        }
+        step_s = times.plan + times.rows + times.attention + times.experts + times.head + times.sample
+        report["busy_s"] = served.busy_s + step_s
+    if isinstance(engine, PipelineEngine):
+        rounds = engine.stage_times
+        numbers |= {"stage_steps": float(rounds.steps), "stage_round_s": rounds.round_s}
+        numbers |= {f"stage_{index}_s": seconds for index, seconds in enumerate(rounds.by_stage, 1)}
+    if engine is not None:
+        scheduler = engine.scheduler
+        numbers |= {
             "preemptions": float(scheduler.num_preemptions),
             "cached_tokens": float(scheduler.num_cached_tokens),
         }
-        step_s = times.plan + times.rows + times.attention + times.experts + times.head + times.sample
         report |= {
             "kv_blocks_free": scheduler.free_blocks,
             "kv_blocks_total": scheduler.pool.num_blocks,
@@ -64,6 +76,5 @@ def node_report(
             "running": scheduler.num_running,
             "tokens_generated": engine.tokens_generated,
             "prefix_hits": scheduler.pool.num_hits,
-            "busy_s": served.busy_s + step_s,
         }
     return NodeReport(numbers=numbers, **report)

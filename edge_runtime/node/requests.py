@@ -3,7 +3,7 @@
 Pure. Knows the tokenizer; no socket, no engine.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from edge_runtime.cache.block_pool import BLOCK_TOKENS
@@ -78,12 +78,13 @@ def _content(message: Mapping[str, object]) -> str:
 
 @dataclass
 class HomeRequest:
-    """One request at its home, on its way to the client."""
+    """One request at its home, on its way to the client. stages: nodes of its decode group, if there are several."""
 
     request: Request
     stream: AnswerStream
     node: str
     stopped: bool = False
+    stages: Sequence[str] = ()
 
     def resume(self, eos_ids: Collection[int], context_tokens: int, now: float) -> Ended | None:
         """Catch up with an answer that another home began. How it ended, if its last token was the end of it."""
@@ -115,6 +116,11 @@ class HomeRequest:
             messages += self._end(output.ended)
         return messages, abort
 
+    def _role(self, name: str) -> str:
+        if name == self.node:
+            return "home"
+        return "stage" if name in self.stages else "experts"
+
     def _tokens(self, index: int, token_id: int, detail: sampling.TokenLogprobs | None, text: str) -> Tokens:
         logprobs = None
         if detail is not None:
@@ -127,7 +133,8 @@ class HomeRequest:
         if ended.finish_reason == "error":
             if ended.is_users_fault:
                 return [Failed(request_id, "user", "request", ended.detail, node=self.node)]
-            return [Failed(request_id, "cluster", "experts", ended.detail, node=self.node)]
+            reason = "stage_lost" if ended.cause == "stage" else "experts"
+            return [Failed(request_id, "cluster", reason, ended.detail, node=self.node)]
         messages: list[Tokens | Finished | Failed] = []
         rest = "" if self.stopped else self.stream.finish()
         if rest:
@@ -144,7 +151,7 @@ class HomeRequest:
                 timing=_timing(ended, self.stream.num_tokens),
                 nodes={
                     name: {
-                        "role": "home" if name == self.node else "experts",
+                        "role": self._role(name),
                         "expert_slots": slots,
                         "share": round(slots / weight, 6),
                     }

@@ -16,9 +16,12 @@ from edge_runtime.cache.pages import KVPages
 from edge_runtime.cache.signatures import SignatureCache
 from edge_runtime.clock import Clock
 from edge_runtime.engine.engine import Engine, Output
+from edge_runtime.engine.later_stage import LaterStage
+from edge_runtime.engine.pipeline import PipelineEngine
 from edge_runtime.engine.request_table import RequestTable
 from edge_runtime.engine.runner import Runner
 from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
+from edge_runtime.engine.stage_step import StageLimits
 from edge_runtime.errors import EdgeError, Refusal
 from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.build import add_experts, empty_store, load_trunk, trunk_names
@@ -31,6 +34,8 @@ from edge_runtime.model.spec import ModelSpec
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.peer_link import PeerLink
 from edge_runtime.node.remote import PlacedExperts
+from edge_runtime.node.stage_links import NextStages, StageLink, links_to
+from edge_runtime.node.stage_service import StagePlace
 from edge_runtime.protocol import Deploy, Hello, Share
 from edge_runtime.transport.keys import Keys
 from topology.ids import ExpertId
@@ -64,7 +69,9 @@ class ShareSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LoadedShare:
     """A node's share in memory.
 
-    engine, runner, experts, trunk  None on a node without trunk
+    engine, runner, experts, trunk  None on a node without trunk; engine also on one that runs a later stage
+    later   of a group of several stages, at the first: the way to the others
+    place   at a later one: what takes steps of the stage before
     Shares of two placements hold what they have in common once. Where a change leaves the engine as it is, both have
     the same engine, and only `experts` differs: see `switch_to`.
     """
@@ -74,10 +81,13 @@ class LoadedShare:
     settings: ShareSettings
     store: ExpertStore
     weight_bytes: int
+    kv_blocks: int = 0
     engine: Engine | None = None
     runner: Runner | None = None
     experts: PlacedExperts | None = None
     trunk: Trunk | None = None
+    later: NextStages | None = None
+    place: StagePlace | None = None
 
     @property
     def planned_bytes(self) -> int:
@@ -90,14 +100,21 @@ class LoadedShare:
         """
         assert self.engine is not None and self.runner is not None and self.experts is not None
         self.experts.greet_all(GREET_S)
+        if self.later is not None:
+            self.later.await_greeting(GREET_S)
+        if self.engine is running and isinstance(running, PipelineEngine):
+            assert self.later is not None, "the engine of several stages knows the others"
+            running.switch_stages(self.runner, self.experts, self.later)
+            return running, []
         if self.engine is running:
             running.switch_port(self.runner, self.experts)
             return running, []
         return self.engine, self.engine.take_over(running)
 
     def close(self) -> None:
-        if self.experts is not None:
-            self.experts.close()
+        for part in (self.experts, self.later, self.place):
+            if part is not None:
+                part.close()
 
 
 def share_digest(deploy: Deploy) -> str:
@@ -140,6 +157,9 @@ def load_share(
     spec, share, node = checkpoint.spec, deploy.share, identity.node
     wanted = [ExpertId(layer, index) for layer, ids in enumerate(share.experts) for index in ids]
     has_trunk = share.last_layer > share.first_layer
+    nodes = [deploy.peers[index].name for index in deploy.stages if index < len(deploy.peers)]
+    if 0 < share.last_layer - share.first_layer < spec.num_layers:
+        _refuse_stages(share, nodes, node, spec)
     _refuse_if_too_large(settings.planned_bytes, node)
 
     store = empty_store(spec)
@@ -177,7 +197,11 @@ def load_share(
             context_tokens=settings.context_tokens,
             progress=lambda done, _, what: progress(expert_bytes + done, total, what),
         )
-    hosts = hosts_of(deploy)
+    hosts = {
+        expert: names
+        for expert, names in hosts_of(deploy).items()
+        if share.first_layer <= expert.layer < share.last_layer
+    }
     hosting = {name for names in hosts.values() for name in names} - {node}
     experts = PlacedExperts(
         node=node,
@@ -194,39 +218,108 @@ def load_share(
         deadline_s=settings.call_deadline_s,
         clock=clock,
     )
+    loaded = LoadedShare(
+        deploy.epoch,
+        digest,
+        settings,
+        store,
+        store.nbytes + trunk.nbytes,
+        share.kv_blocks,
+        experts=experts,
+        trunk=trunk,
+    )
+    peers = {peer.name: peer for peer in deploy.peers}
+
+    def link_to(name: str) -> PeerLink:
+        return PeerLink(peers[name], identity, deploy.epoch, keys, clock)
+
+    if share.first_layer > 0:
+        stage = held.place.stage if held is not None and held.place and _fits(held, share, settings) else None
+        if held is None or trunk is not held.trunk or stage is None:
+            stage = _later_stage(share, settings, spec, trunk, experts, clock)
+        following, first = links_to(nodes, node, lambda name: StageLink(link_to(name), deploy.epoch, clock))
+        loaded.runner = stage.runner
+        loaded.place = StagePlace(deploy.epoch, node, nodes, stage, experts, first, following)
+        return loaded
+    if share.last_layer < spec.num_layers:
+        loaded.later = NextStages(nodes, link_to(nodes[1]), deploy.epoch, clock)
     if held is not None and trunk is held.trunk and held.engine is not None and _fits(held, share, settings):
-        engine, runner = held.engine, held.runner
+        loaded.engine, loaded.runner = held.engine, held.runner
+        return loaded
+    eos_ids = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer else ()
+    scheduler = Scheduler(
+        SchedulerSettings(
+            vocab_size=spec.vocab_size,
+            context_tokens=settings.context_tokens,
+            eos_ids=eos_ids,
+            max_rows=settings.max_batch_rows,
+            max_running=settings.max_requests,
+        ),
+        BlockPool(share.kv_blocks),
+        model_hash=checkpoint.model_hash,
+        tokenizer_hash=tokenizer.content_hash if tokenizer else "",
+    )
+    runner = loaded.runner = _runner(share, settings, spec, trunk, experts, clock)
+    if loaded.later is None:
+        loaded.engine = Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
     else:
-        eos_ids = tuple(sorted(tokenizer.eos_token_ids)) if tokenizer else ()
-        scheduler = Scheduler(
-            SchedulerSettings(
-                vocab_size=spec.vocab_size,
-                context_tokens=settings.context_tokens,
-                eos_ids=eos_ids,
-                max_rows=settings.max_batch_rows,
-                max_running=settings.max_requests,
-            ),
-            BlockPool(share.kv_blocks),
-            model_hash=checkpoint.model_hash,
-            tokenizer_hash=tokenizer.content_hash if tokenizer else "",
+        loaded.engine = PipelineEngine(scheduler, runner, loaded.later, clock, settings.call_deadline_s)
+    return loaded
+
+
+def _runner(
+    share: Share,
+    settings: ShareSettings,
+    spec: ModelSpec,
+    trunk: Trunk,
+    experts: PlacedExperts,
+    clock: Clock,
+) -> Runner:
+    pages = KVPages(share.kv_blocks, spec.kv_shapes(share.first_layer, share.last_layer))
+    signatures = None
+    # A step of stages may be computed twice at some and once at others, which numbers that only grow would not bear.
+    if settings.counts_experts and trunk.last_layer - trunk.first_layer == spec.num_layers:
+        signatures = signatures_for(
+            spec, share.first_layer, share.last_layer, share.kv_blocks, settings.max_batch_rows
         )
-        pages = KVPages(share.kv_blocks, spec.kv_shapes(share.first_layer, share.last_layer))
-        signatures = None
-        if settings.counts_experts:
-            signatures = signatures_for(
-                spec, share.first_layer, share.last_layer, share.kv_blocks, settings.max_batch_rows
-            )
-        counts = signatures.counts if signatures is not None else None
-        runner = Runner(
-            decoder=decoder_of(spec, trunk, pages, max_rows=settings.max_batch_rows, counts=counts),
-            signatures=signatures,
-            port=experts,
-            table=RequestTable(settings.max_requests, settings.context_tokens),
-            clock=clock,
+    counts = signatures.counts if signatures is not None else None
+    return Runner(
+        decoder=decoder_of(spec, trunk, pages, max_rows=settings.max_batch_rows, counts=counts),
+        signatures=signatures,
+        port=experts,
+        table=RequestTable(settings.max_requests, settings.context_tokens),
+        clock=clock,
+    )
+
+
+def _later_stage(
+    share: Share,
+    settings: ShareSettings,
+    spec: ModelSpec,
+    trunk: Trunk,
+    experts: PlacedExperts,
+    clock: Clock,
+) -> LaterStage:
+    limits = StageLimits(
+        max_rows=settings.max_batch_rows,
+        num_blocks=share.kv_blocks,
+        context_tokens=settings.context_tokens,
+        vocab_size=spec.vocab_size,
+        has_encoder=spec.encoder is not None,
+    )
+    sampler = Sampler(spec.vocab_size) if share.last_layer == spec.num_layers else None
+    return LaterStage(_runner(share, settings, spec, trunk, experts, clock), sampler, clock, limits)
+
+
+def _refuse_stages(share: Share, nodes: Sequence[str], node: str, spec: ModelSpec) -> None:
+    """A part of the layers makes sense only as a stage of a group in which its place is known."""
+    is_known = node in nodes and len(nodes) > 1
+    if not is_known or (share.first_layer == 0) != (nodes[0] == node):
+        raise Refusal(
+            "stages",
+            f"{node} is to run layers {share.first_layer} to {share.last_layer - 1} of {spec.num_layers} in a group of "
+            f"{', '.join(nodes) or 'no nodes'}, in which these are not its layers",
         )
-        engine = Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
-    weight_bytes = store.nbytes + trunk.nbytes
-    return LoadedShare(deploy.epoch, digest, settings, store, weight_bytes, engine, runner, experts, trunk)
 
 
 def signatures_for(
@@ -263,9 +356,8 @@ def _has_same_trunk(held: LoadedShare, deploy: Deploy, settings: ShareSettings) 
 
 
 def _fits(held: LoadedShare, share: Share, settings: ShareSettings) -> bool:
-    """Whether the engine of `held` is the one this share wants: KV and limits are the same."""
-    assert held.engine is not None
-    return held.engine.scheduler.pool.num_blocks == share.kv_blocks and all(
+    """Whether the engine or stage of `held` is the one this share wants: KV and limits are the same."""
+    return held.kv_blocks == share.kv_blocks and all(
         getattr(held.settings, name) == getattr(settings, name)
         for name in ("max_batch_rows", "max_requests", "counts_experts")
     )

@@ -172,6 +172,8 @@ class Share(Struct, frozen=True):
 class Deploy(Message, frozen=True):
     """Load this share, then answer Deployed or DeployFailed; DeployProgress meanwhile.
 
+    stages    indices into `peers` of the decode group that the node runs layers of, in the order of the layers; one or
+              none if it runs all of them or none
     epoch     of the placement to load
     counts_now  it is the one being served; otherwise Activate says when it is
     hosts     by layer, by expert: indices into `peers` of the nodes that hold it; a dense layer is an empty list
@@ -187,6 +189,7 @@ class Deploy(Message, frozen=True):
     settings: dict[str, Scalar] = {}
     model_hash: Name = ""
     counts_now: bool = True
+    stages: list[Index] = []
 
 
 class DeployProgress(Message, frozen=True):
@@ -339,6 +342,93 @@ class ExpertReply(Message, frozen=True):
     compute_s: Seconds = 0.0
 
 
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Natural logarithms: of the token chosen, and of the best ones as [token id, logprob] pairs, best first."""
+
+    token_id: Index
+    logprob: float
+    top: list[tuple[Index, float]] = []
+
+
+class Choice(Struct, frozen=True, array_like=True):
+    """How a row's token is to be chosen, where it is not simply the best one. Fields as in the engine's SamplingParams.
+
+    sample      which of the step's sampling requests, in slice order
+    num_tokens  of its tokens so far that travel with the step: all, if it has a repetition penalty, else none
+    """
+
+    sample: Index
+    temperature: float = 0.0
+    top_k: Count = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logprobs: Index | None = None
+    num_tokens: Index = 0
+
+
+class StageStep(Message, frozen=True):
+    """From a stage to the next: go on with the rows of one step. Answered by a StageResult to the group's first stage.
+
+    rows     [T, D] float32  the residual after the sender's layers
+    slices   [S, 4] int32    of each request: first position, rows, whether its last row samples, its encoder's tokens
+    blocks   [B]    int32    the block tables, one after another, each as long as its request's rows need
+    tokens   [n]    int32    tokens so far of the requests that have a penalty, one after another
+    served   [S, 1 + 2H] float32  gate weight and slots of the stages so far: weight at their own nodes, then by host
+             weight, then by host slots
+
+    run      whose keys and values the blocks hold: new with every engine, and whenever it starts over
+    opens    nothing is in the blocks yet; without it a stage that does not know the run takes no step of it
+    step     ascending within a run
+    hosts    H names, for the columns of `served`
+    failed   slices whose experts did not come, each with why
+    seconds  that the stages so far have computed, each in turn
+    """
+
+    max_body_bytes: ClassVar[int] = 1 << 20
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (
+        TensorSpec("rows", ("float32",), 2),
+        TensorSpec("slices", ("int32",), 2),
+        TensorSpec("blocks", ("int32",), 1),
+        TensorSpec("tokens", ("int32",), 1),
+        TensorSpec("served", ("float32",), 2),
+    )
+
+    run: Name
+    step: Count
+    opens: bool = False
+    choices: list[Choice] = []
+    hosts: list[Name] = []
+    failed: list[tuple[Index, str]] = []
+    seconds: list[Seconds] = []
+
+
+class StageResult(Message, frozen=True):
+    """From the last stage to the first: what a step chose. From any stage to the first: that it did not happen.
+
+    outcome    "ran"; "waits": experts may have another host soon; "unknown run": the blocks do not hold what the step
+               needs; "lost": it cannot reach the last stage, or what came is no step
+    why        for people, unless it ran
+    token_ids  of the sampling requests, in slice order; -1 where the logits are not finite
+    logprobs   likewise; empty if nobody asked
+    hosts, failed, seconds, served [S, 1 + 2H]  as in StageStep, all stages together
+    """
+
+    max_body_bytes: ClassVar[int] = 2 << 20
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("served", ("float32",), 2),)
+
+    run: Name
+    step: Count
+    outcome: Literal["ran", "waits", "unknown run", "lost"] = "ran"
+    why: str = ""
+    token_ids: list[Annotated[int, Meta(ge=-1, le=2**31 - 1)]] = []
+    logprobs: list[TokenLogprobs | None] = []
+    hosts: list[Name] = []
+    failed: list[tuple[Index, str]] = []
+    seconds: list[Seconds] = []
+
+
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
@@ -380,14 +470,6 @@ class Accepted(Message, frozen=True):
 
     request_id: Name
     node: Name
-
-
-class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Natural logarithms: of the token chosen, and of the best ones as [token id, logprob] pairs, best first."""
-
-    token_id: Index
-    logprob: float
-    top: list[tuple[Index, float]] = []
 
 
 class Tokens(Message, frozen=True):

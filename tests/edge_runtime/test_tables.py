@@ -10,6 +10,15 @@ from topology.cluster import MIB
 from topology.placement import plan_placement
 
 
+def group(*nodes: str, serves: bool = True) -> dict:
+    """A decode group of two layers for each node."""
+    stages = [
+        {"node": name, "first_layer": 2 * index, "last_layer": 2 * index + 1}
+        for index, name in enumerate(nodes)
+    ]
+    return {"stages": stages, "serves": serves, "in_flight": 3}
+
+
 def status(**changes: object) -> dict:
     node = {
         "name": "n1",
@@ -31,6 +40,7 @@ def status(**changes: object) -> dict:
         "epoch": 1,
         "requests": {"in_flight": 2, "finished": 5, "failed": 1},
         "experts_without_host": 0,
+        "groups": [group("n1")],
         "nodes": [node | changes],
     }
 
@@ -42,6 +52,15 @@ def test_a_ready_cluster_is_shown_with_every_number():
     assert columns.split()[:4] == ["node", "roles", "state", "pid"]
     cells = ["n1", "decode,experts", "ready", "77", "127.0.0.1:5601", "400.0", "300.0", "8", "60", "of", "64"]
     assert row.split() == [*cells, "2", "123", "9"]
+
+
+def test_a_group_of_stages_is_shown_with_its_layers_and_a_plain_home_is_not():
+    body = status() | {"groups": [group("n1"), group("n2", "n3"), group("n4", "n5", serves=False)]}
+    lines = [line for line in status_table(body).splitlines() if line.startswith("group")]
+    assert lines == [
+        "group of 2 stages: n2 layers 0-1, n3 layers 2-3: serves, 3 in flight",
+        "group of 2 stages: n4 layers 0-1, n5 layers 2-3: lacks a node, 3 in flight",
+    ]
 
 
 def test_a_cluster_that_waits_says_for_what_and_shows_faults_and_lost_experts():

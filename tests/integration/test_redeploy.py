@@ -5,16 +5,14 @@ import re
 import shutil
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from edge_runtime.client import Answer, Client, Prompt
-from edge_runtime.protocol import Tokens
-from tests.support.clusters import CLOCK, MODEL, LocalCluster, free_ports_to_listen, wait_for, write_topology
+from tests.support.clusters import MODEL, LocalCluster, free_ports_to_listen, wait_for, write_topology
 from tests.support.processes import CliProcess, Finished, wait_until_gone
+from tests.support.streams import Streams, greedy_prompts
 from topology.files import read_cluster
 
 NUM_STREAMS = 20
@@ -23,49 +21,6 @@ LONGEST_PAUSE_S = 2.0
 PROMPTS = [f"Chapter {number}: the harbour" for number in range(NUM_STREAMS)]
 
 pytestmark = pytest.mark.timeout(240)
-
-
-class Streams:
-    """Answers that run in a thread, and the moments at which their tokens came."""
-
-    def __init__(self, cluster: LocalCluster, num_tokens: int, prompts: list[str] = PROMPTS) -> None:
-        self.moments: dict[str, list[float]] = {}
-        self.answers: list[Answer] = []
-        self._address = read_cluster(cluster.topology).coordinator
-        sampling = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0}
-        self._prompts = [Prompt(prompt=prompt, sampling=sampling) for prompt in prompts]
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with Client(self._address, None, CLOCK) as client:
-            client.connect(10.0)
-            self.answers = client.run(self._prompts, wait_ready_s=30.0, on_tokens=self._took)
-
-    def _took(self, answer: Answer, tokens: Tokens) -> None:
-        self.moments.setdefault(answer.request_id, []).append(CLOCK.now())
-
-    @property
-    def all_run(self) -> bool:
-        return len(self.moments) == len(self._prompts)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, list(self.moments.values())))
-
-    def texts(self, deadline_s: float = 120.0) -> list[str]:
-        """Wait for the end of all; none may have failed."""
-        self._thread.join(deadline_s)
-        assert not self._thread.is_alive(), f"{self.num_tokens} tokens came, and then no more"
-        assert [str(answer.error()) for answer in self.answers if answer.failed] == []
-        return [answer.text for answer in self.answers]
-
-    def longest_pause_s(self) -> float:
-        return max(
-            after - before
-            for moments in self.moments.values()
-            for before, after in zip(moments, moments[1:], strict=False)
-        )
 
 
 def edit(cluster: LocalCluster, change: Callable[[str], str]) -> Path:
@@ -104,7 +59,7 @@ def three(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 def test_twenty_streams_run_on_unchanged_across_five_edits(three: LocalCluster) -> None:
-    calm = Streams(three, NUM_TOKENS)
+    calm = Streams(three, greedy_prompts(PROMPTS, NUM_TOKENS))
     texts = calm.texts()
     edits = [
         with_node("extra"),
@@ -113,7 +68,7 @@ def test_twenty_streams_run_on_unchanged_across_five_edits(three: LocalCluster) 
         lambda text: text.replace('name = "laptop"', 'name = "laptop"\nroles = ["experts"]'),
         lambda text: text + '\n[[pin]]\nexpert = "2.7"\nnode = "extra"\n',
     ]
-    streams = Streams(three, NUM_TOKENS)
+    streams = Streams(three, greedy_prompts(PROMPTS, NUM_TOKENS))
     epoch = 1
     for number, change in enumerate(edits):
         wait_for(
@@ -190,8 +145,8 @@ def test_a_new_node_that_cannot_work_ends_the_change_and_all_is_as_it_was(
 
 
 def test_a_node_that_is_killed_while_it_loads_ends_the_change_and_streams_go_on(three: LocalCluster) -> None:
-    texts = Streams(three, 150).texts()
-    streams = Streams(three, 150)
+    texts = Streams(three, greedy_prompts(PROMPTS, 150)).texts()
+    streams = Streams(three, greedy_prompts(PROMPTS, 150))
     wait_for(lambda: streams.all_run, "streams run", 60.0)
     process = three.start_command("apply", edit(three, with_node("extra")))
     with process:
@@ -204,7 +159,7 @@ def test_a_node_that_is_killed_while_it_loads_ends_the_change_and_streams_go_on(
     three.wait_until_ready()
     wait_for(lambda: three.status()["change"] is None, "no change is under way")
     assert "extra" not in [node["name"] for node in three.status()["nodes"]]
-    assert Streams(three, 150).texts() == texts
+    assert Streams(three, greedy_prompts(PROMPTS, 150)).texts() == texts
 
 
 def test_a_watched_file_is_applied_after_each_edit_and_a_bad_one_is_told(three: LocalCluster) -> None:
@@ -223,8 +178,8 @@ def test_a_watched_file_is_applied_after_each_edit_and_a_bad_one_is_told(three: 
 
 
 def test_a_drained_node_stops_and_its_answers_go_on_elsewhere(three: LocalCluster) -> None:
-    texts = Streams(three, 100).texts()
-    streams = Streams(three, 100)
+    texts = Streams(three, greedy_prompts(PROMPTS, 100)).texts()
+    streams = Streams(three, greedy_prompts(PROMPTS, 100))
     wait_for(lambda: streams.all_run, "streams run", 60.0)
     assert three.node("laptop")["in_flight"]
     pid = three.pids()["laptop"]
@@ -242,4 +197,4 @@ def test_a_drained_node_stops_and_its_answers_go_on_elsewhere(three: LocalCluste
     wait_for(
         lambda: three.node("laptop")["experts"] and three.status()["change"] is None, "it has its part", 30.0
     )
-    assert Streams(three, 100).texts() == texts
+    assert Streams(three, greedy_prompts(PROMPTS, 100)).texts() == texts

@@ -1,11 +1,14 @@
 """Engines on one model that this process holds whole, for tests: build one, give it requests, take what comes out."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,10 +16,13 @@ from edge_runtime.cache.block_pool import BlockPool
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.clock import Clock, ManualClock
 from edge_runtime.engine.engine import Ended, Engine, Output
+from edge_runtime.engine.later_stage import LaterStage
+from edge_runtime.engine.pipeline import PipelineEngine
 from edge_runtime.engine.request import Request, SamplingParams
 from edge_runtime.engine.request_table import RequestTable
 from edge_runtime.engine.runner import HostedExperts, Runner, StagedRunner
 from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
+from edge_runtime.engine.stage_step import StageLimits
 from edge_runtime.model.build import load_experts, load_trunk
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.encoder_decoder import decoder_of
@@ -25,6 +31,7 @@ from edge_runtime.model.moe import Beside, ExpertStore, Missing
 from edge_runtime.model.sampling import Sampler
 from edge_runtime.node.remote import PlacedExperts
 from edge_runtime.node.share import signatures_for
+from edge_runtime.protocol import StageResult, StageStep, decode, encode
 from tests.support.decoders import all_experts
 
 
@@ -135,6 +142,100 @@ def engine_of(
     return Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
 
 
+class ChainedStages:
+    """The stages after the first, in this process: what is sent is computed at once and waits in `results`.
+
+    lose  steps that are sent and never heard of; cut: why nothing can be sent, empty if it can
+    """
+
+    def __init__(
+        self, nodes: Sequence[str], stages: Sequence[LaterStage], ports: Sequence[HostedExperts]
+    ) -> None:
+        self.nodes = list(nodes)
+        self.stages, self.ports = list(stages), list(ports)
+        self.results: deque[tuple[StageResult, np.ndarray]] = deque()
+        self.sent: list[tuple[StageStep, Any]] = []
+        self.lose: set[int] = set()
+        self.cut = ""
+
+    def look(self) -> str:
+        return self.cut
+
+    def send(self, step: StageStep, tensors: Sequence[Any]) -> str:
+        if self.cut:
+            return self.cut
+        self.sent.append((step, tuple(np.array(tensor) for tensor in tensors)))
+        if step.step not in self.lose:
+            self.run(step, self.sent[-1][1])
+        return ""
+
+    def run(self, step: StageStep, tensors: Any) -> None:
+        """Every stage after another, each as the wire brings it: written, and read again."""
+        for stage, port in zip(self.stages, self.ports, strict=True):
+            envelope = decode(encode(step, tensors=tensors))
+            done = stage.run(envelope.message, envelope.tensors, port)
+            if done is None:
+                return
+            step, tensors = done
+            if isinstance(step, StageResult):
+                break
+        found = decode(encode(step, tensors=tensors))
+        self.results.append((found.message, found.tensors[0]))
+
+
+def pipeline_of(
+    whole: Whole,
+    cuts: Sequence[int],
+    *,
+    num_blocks: int = 128,
+    max_rows: int = 64,
+    max_running: int = 8,
+    context_tokens: int = 512,
+    eos_ids: tuple[int, ...] = (),
+    port: Callable[[str], HostedExperts] | None = None,
+    clock: Clock | None = None,
+    patience_s: float = 10.0,
+) -> PipelineEngine:
+    """An engine of the first stage, with the others behind it in `stages`, a ChainedStages; nodes n1, n2, ..."""
+    spec, clock = whole.checkpoint.spec, clock or ManualClock()
+    nodes = [f"n{index + 1}" for index in range(len(cuts) + 1)]
+    port = port or (lambda name: placed_experts(whole, name))
+    ports = [port(name) for name in nodes]
+    runners = []
+    for (first, last), own in zip(pairwise([0, *cuts, spec.num_layers]), ports, strict=True):
+        pages = KVPages(num_blocks, spec.kv_shapes(first, last))
+        decoder = decoder_of(spec, whole.trunk(first, last), pages, max_rows=max_rows)
+        runners.append(Runner(decoder, own, RequestTable(max_running, context_tokens), clock))
+    limits = StageLimits(max_rows, num_blocks, context_tokens, spec.vocab_size, spec.encoder is not None)
+    later = [
+        LaterStage(
+            runner, Sampler(spec.vocab_size) if runner.last_layer == spec.num_layers else None, clock, limits
+        )
+        for runner in runners[1:]
+    ]
+    settings = SchedulerSettings(
+        vocab_size=spec.vocab_size,
+        context_tokens=context_tokens,
+        eos_ids=eos_ids,
+        max_rows=max_rows,
+        max_running=max_running,
+    )
+    scheduler = Scheduler(settings, BlockPool(num_blocks), model_hash="model", tokenizer_hash="tokenizer")
+    return PipelineEngine(scheduler, runners[0], ChainedStages(nodes, later, ports[1:]), clock, patience_s)
+
+
+def turn(engine: Engine) -> list[Output]:
+    """One turn of the engine's thread: what came back from later stages, then a step. Keeps stages as busy as can be."""
+    if not isinstance(engine, PipelineEngine):
+        return engine.step()
+    outputs = engine.step()
+    results = engine.stages.results  # type: ignore[attr-defined]
+    if results and engine.rest_s() != 0:
+        outputs += engine.take(*results.popleft())
+        engine.woken()
+    return outputs
+
+
 def request_of(name: str, prompt_ids: Sequence[int], **options: object) -> Request:
     """Greedy, 16 tokens, no end token, unless `options` say otherwise."""
     params = {"max_tokens": 16, "ignore_eos": True} | options
@@ -149,7 +250,7 @@ def run_to_end(engine: Engine, seen: list[Output] | None = None) -> dict[str, En
     ended: dict[str, Ended] = {}
     told: dict[str, list[int]] = {}
     while not engine.is_idle:
-        outputs = engine.step()
+        outputs = turn(engine)
         for output in outputs:
             if seen is not None:
                 seen.append(output)
@@ -170,7 +271,7 @@ def assert_nothing_left(engine: Engine) -> None:
     engine.scheduler.check()
     assert engine.is_idle
     assert engine.scheduler.free_blocks == engine.scheduler.pool.num_blocks
-    assert engine.runner.num_accounts == 0
+    assert engine.num_accounts == 0
 
 
 def answers_of(

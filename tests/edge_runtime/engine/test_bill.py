@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_runtime.engine.bill import Account, ServedWeight, bill_of, joined_accounts
+from edge_runtime.engine.bill import (
+    Account,
+    ServedWeight,
+    StagesAccounts,
+    bill_of,
+    joined_accounts,
+    served_in_stages,
+)
 
 NUM_HOSTS = 3
 HOSTS = [f"n{i}" for i in range(NUM_HOSTS)]
@@ -101,4 +108,31 @@ def test_accounts_of_several_stages_are_put_together_by_name():
     joined = joined_accounts([one, two])
     assert joined.host_names == ["home", "far", "other"]
     assert joined.served.tolist() == [[3.0, 3.0, 2.0], [12.0, 12.0, 8.0]]
-    assert bill_of(joined)[0]["exact_here"] == 3 / 8
+    assert bill_of(joined)[0]["exact_here"] == 5 / 8, "each stage's own node is here"
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_accounts_of_stages_add_up_whoever_served(seed):
+    """Three stages of two steps, each with hosts of its own that overlap: sums by name are those of plain addition."""
+    draw = np.random.default_rng(seed)
+    accounts = StagesAccounts("n1")
+    plain: dict[str, np.ndarray] = {}
+    here = np.zeros(2)
+    for _ in range(2):
+        hosts, served = [], np.zeros((2, 1), dtype=np.float32)
+        for own in ("n1", "n2", "n3"):
+            names = [own, *draw.permutation([name for name in ("n1", "n2", "n3", "n4") if name != own])[:2]]
+            step = draw.integers(0, 4, (2, 2, 3)).astype(float)
+            hosts, served = served_in_stages(hosts, served, names, step)
+            here += step[0, :, 0]
+            for index, name in enumerate(names):
+                if step[1, :, index].any() or name in hosts:
+                    plain[name] = plain.get(name, 0.0) + step[:, :, index]
+        accounts.book(["a", "b"], hosts, served)
+    for index, request_id in enumerate(("a", "b")):
+        account = accounts.take(request_id)
+        assert account.here == here[index]
+        for column, name in enumerate(account.host_names):
+            expected = plain[name][:, index] if name in plain else np.zeros(2)
+            assert account.served[:, column].tolist() == expected.tolist()
+    assert len(accounts) == 0 and accounts.take("a").served.sum() == 0

@@ -1,0 +1,110 @@
+"""Runs a later stage's layers for steps that come from the stage before, and samples at the end of the model.
+
+Knows no request: blocks are handed out by the group's first stage, and a step brings all it needs. Knows no socket.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from edge_runtime.clock import Clock
+from edge_runtime.engine.bill import served_in_stages
+from edge_runtime.engine.runner import HostedExperts, Runner
+from edge_runtime.engine.stage_step import StageLimits, rows_of, sampled_rows, wire_logprobs
+from edge_runtime.errors import Refusal
+from edge_runtime.model.sampling import Sampler
+from edge_runtime.protocol import StageResult, StageStep
+
+Tensors = tuple[Any, ...]
+Done = tuple[StageStep | StageResult, Tensors]
+NOTHING = np.zeros((0, 1), dtype=np.float32)
+
+
+class LaterStage:
+    """Layers [first, last) with first above 0, and the blocks of one run of a first stage.
+
+    sampler  at the end of the model, else None
+    """
+
+    def __init__(self, runner: Runner, sampler: Sampler | None, clock: Clock, limits: StageLimits) -> None:
+        assert runner.first_layer > 0, "layer 0 is the first stage's"
+        assert (sampler is not None) == (runner.last_layer == runner.num_layers), "the last stage samples"
+        self.runner = runner
+        self.num_steps = 0
+        self._sampler = sampler
+        self._clock = clock
+        self._limits = limits
+        self._run = ""  # whose keys and values the blocks hold
+        self._last_step = 0
+
+    def run(self, step: StageStep, tensors: Tensors, port: HostedExperts) -> Done | None:
+        """Compute a step with the experts of `port`: what goes to the next stage, or to the first. None: too late.
+
+        A step that was overtaken by a later one was given up by the first stage, and its blocks may be others' now.
+        """
+        if step.opens and step.run != self._run:
+            self._run, self._last_step = step.run, 0
+        if step.run != self._run:
+            return no_result(
+                step, "unknown run", "the keys and values of the steps before this one are not here"
+            )
+        if step.step <= self._last_step:
+            return None
+        try:
+            return self._compute(step, *tensors, port=port)
+        except Refusal as refusal:
+            return no_result(step, "lost", str(refusal))
+
+    def _compute(
+        self,
+        step: StageStep,
+        hidden: np.ndarray,
+        slices: np.ndarray,
+        blocks: np.ndarray,
+        tokens: np.ndarray,
+        served: np.ndarray,
+        *,
+        port: HostedExperts,
+    ) -> Done:
+        began, runner = self._clock.now(), self.runner
+        rows = rows_of(slices, blocks, len(hidden), self._limits)
+        sampling = sampled_rows(slices, step.choices, tokens, self._limits)
+        if hidden.shape[1] != runner.decoder.spec.width:
+            raise Refusal("shape", f"rows are {runner.decoder.spec.width} wide, found {hidden.shape[1]}")
+        if served.shape != (len(slices), 1 + 2 * len(step.hosts)):
+            raise Refusal("shape", f"{served.shape} numbers came of {len(step.hosts)} hosts")
+        self._last_step = step.step
+        if runner.port is not port:
+            runner.switch_port(port)
+        # A copy, since the layers change it in place and the frame may be read-only.
+        ran = runner.run_rows(rows, len(slices), torch.from_numpy(hidden.copy()))
+        if ran.waits:
+            return no_result(step, "waits", "experts have no host, and may have one soon")
+        hosts, served = served_in_stages(step.hosts, served, port.host_names, runner.served(len(slices)))
+        failed = [*step.failed, *((index, why) for index, why in ran.failed.items())]
+        self.num_steps += 1
+        runner.times.steps += 1
+        runner.times.rows_computed += len(hidden)
+        if self._sampler is None:
+            seconds = [*step.seconds, self._clock.now() - began]
+            message = StageStep(step.run, step.step, step.opens, step.choices, hosts, failed, seconds)
+            return message, (ran.hidden.numpy(), slices, blocks, tokens, served)
+        logits = runner.head(ran.hidden, rows)
+        sampled_at = self._clock.now()
+        sampled = self._sampler.sample(logits, sampling) if logits is not None else None
+        runner.times.sample += self._clock.now() - sampled_at
+        return StageResult(
+            run=step.run,
+            step=step.step,
+            token_ids=[] if sampled is None else sampled.token_ids.tolist(),
+            logprobs=[] if sampled is None else wire_logprobs(sampled),
+            hosts=hosts,
+            failed=failed,
+            seconds=[*step.seconds, self._clock.now() - began],
+        ), (served,)
+
+
+def no_result(step: StageStep, outcome: Any, why: str) -> Done:
+    """Tell the first stage that a step did not happen."""
+    return StageResult(step.run, step.step, outcome, why), (NOTHING,)

@@ -1,0 +1,271 @@
+"""The engine of a decode group of several stages: schedules, runs the first layers, and has later stages do the rest.
+
+As many steps are under way as there are stages, each of requests of its own, so that every stage has one to work on. A
+step that is lost on the way is planned again: nothing of it counts before its result is here, and computing it twice
+writes the same numbers twice. Knows no socket: `LaterStages` sends, and results come in through `take`.
+"""
+
+import logging
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from edge_runtime.clock import Clock
+from edge_runtime.engine.bill import Account, StagesAccounts, served_in_stages
+from edge_runtime.engine.engine import HELD_S, Engine, Output
+from edge_runtime.engine.plan import StepPlan
+from edge_runtime.engine.request import Request
+from edge_runtime.engine.runner import HostedExperts, Runner
+from edge_runtime.engine.scheduler import Scheduler
+from edge_runtime.engine.stage_step import own_logprobs, sent_step
+from edge_runtime.protocol import StageResult, StageStep
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.05  # how often the connection is looked at while results are awaited
+
+
+class LaterStages(Protocol):
+    """How the first stage reaches the others."""
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """Of the whole group, in the order of the layers."""
+
+    def look(self) -> str:
+        """Notice what became of the connection to the next stage: why nothing can be sent to it, empty if it can."""
+
+    def send(self, step: StageStep, tensors: Sequence[Any]) -> str:
+        """Send a step on its way: why that did not work, empty if it did."""
+
+
+@dataclass
+class StageTimes:
+    """Sums since the start, over steps that came back. by_stage: seconds computed, in the order of the layers."""
+
+    steps: int = 0
+    round_s: float = 0.0
+    by_stage: tuple[float, ...] = ()
+
+
+@dataclass
+class _UnderWay:
+    plan: StepPlan
+    sent_s: float
+
+
+class PipelineEngine(Engine):
+    """Steps over the requests it was given, with the layers after its own elsewhere.
+
+    runner      the first layers
+    patience_s  how long a step may take in all, and how long the next stage may be out of reach, before the requests
+                are given back: another group may go on with them
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, stages: LaterStages, clock: Clock, patience_s: float
+    ) -> None:
+        if not 0 == runner.first_layer < runner.last_layer < runner.num_layers:
+            raise ValueError(
+                f"a first stage has the first of {runner.num_layers} layers and not the last, found "
+                f"[{runner.first_layer}, {runner.last_layer})"
+            )
+        self._begin(scheduler, runner, clock)
+        self.stages = stages
+        self.stage_times = StageTimes()
+        self._first = runner
+        self._patience_s = patience_s
+        self._under_way: dict[int, _UnderWay] = {}
+        self._accounts = StagesAccounts(runner.port.host_names[0])
+        self._trouble_s: float | None = None  # since when no step gets through
+        self._may_start = True
+        self._new_run()
+
+    def _new_run(self) -> None:
+        self._run, self._opens = secrets.token_hex(8), True
+
+    @property
+    def num_under_way(self) -> int:
+        """Steps whose result is awaited."""
+        return len(self._under_way)
+
+    def submit(self, request: Request) -> None:
+        """See Engine. Which experts a prompt chose is counted at no stage."""
+        request.wants_counts = False
+        super().submit(request)
+
+    # Steps.
+
+    def step(self) -> list[Output]:
+        """Start one more step if a stage could be without work, and give up what takes too long."""
+        now = self.clock.now()
+        self._may_start = False
+        late = next((step for step in self._under_way.values() if now - step.sent_s > self._patience_s), None)
+        if late is not None:
+            nodes = ", ".join(self.stages.nodes[1:])
+            return self._give_back(f"no result came from {nodes} within {self._patience_s:g} s")
+        why = self.stages.look()
+        if why:
+            self.abandon_all()  # what was on its way went with the connection
+            return self._in_trouble(why)
+        if len(self._under_way) >= len(self.stages.nodes):
+            return []
+        waiting = -(-max(1, self.scheduler.num_running) // len(self.stages.nodes))
+        plan = self.scheduler.plan_step(now, most_decodes=waiting)
+        self.runner.times.plan += self.clock.now() - now
+        return self._start(plan) if plan is not None else []
+
+    def _start(self, plan: StepPlan) -> list[Output]:
+        began, num_slices = self.clock.now(), len(plan.slices)
+        rows = self._first.rows(plan)
+        ran = self._first.run_rows(rows, num_slices)
+        if ran.waits:
+            self.scheduler.abandon(plan)
+            self.is_held = True
+            return []
+        sent = sent_step(plan, rows)
+        hosts, served = served_in_stages(
+            (),
+            np.zeros((num_slices, 1), dtype=np.float32),
+            self._first.port.host_names,
+            self._first.served(num_slices),
+        )
+        now = self.clock.now()
+        message = StageStep(
+            run=self._run,
+            step=plan.step_index,
+            opens=self._opens,
+            choices=sent.choices,
+            hosts=hosts,
+            failed=list(ran.failed.items()),
+            seconds=[now - began],
+        )
+        tensors = (ran.hidden.numpy(), sent.slices, sent.blocks, sent.tokens, served)
+        why = self.stages.send(message, tensors)
+        if why:
+            self.scheduler.abandon(plan)
+            return self._in_trouble(why)
+        self._opens = False
+        self._under_way[plan.step_index] = _UnderWay(plan, now)
+        self._may_start = True
+        return []
+
+    def take(self, result: StageResult, served: np.ndarray) -> list[Output]:
+        """Take in what became of a step; nothing if it was given up meanwhile."""
+        step = self._under_way.get(result.step) if result.run == self._run else None
+        if step is None:
+            return []
+        if result.outcome == "unknown run":
+            return self._start_over(result.why)
+        del self._under_way[result.step]
+        if result.outcome != "ran" or not self._fits(result, served, step.plan):
+            self.scheduler.abandon(step.plan)
+            if result.outcome == "waits":
+                self.is_held = True
+                return []
+            return self._in_trouble(result.why or "the last stage sent a result of another step")
+        self._trouble_s = None
+        slices, now = step.plan.slices, self.clock.now()
+        runs = [piece.request.state == "running" for piece in slices]  # the others ended meanwhile
+        running = [piece.request.request_id for piece in slices if piece.request.state == "running"]
+        self._accounts.book(running, result.hosts, served[runs])
+        times, self_times = self.stage_times, self.runner.times
+        times.steps += 1
+        times.round_s += now - step.sent_s
+        before = times.by_stage or (0.0,) * len(result.seconds)
+        times.by_stage = tuple(a + b for a, b in zip(before, result.seconds, strict=False))
+        self_times.steps += 1
+        self_times.rows_computed += step.plan.num_rows
+        failed = {slices[index].request.request_id: why for index, why in reversed(result.failed)}
+        return self._settle(step.plan, result.token_ids, own_logprobs(result.logprobs), failed)
+
+    def _fits(self, result: StageResult, served: np.ndarray, plan: StepPlan) -> bool:
+        """Whether a result is one of this plan; the last stage is not trusted with our arrays."""
+        num_sampling = sum(piece.samples for piece in plan.slices)
+        return (
+            len(result.token_ids) == num_sampling
+            and max(result.token_ids, default=0) < self.scheduler.settings.vocab_size
+            and len(result.logprobs) in (0, num_sampling)
+            and served.shape == (len(plan.slices), 1 + 2 * len(result.hosts))
+            and all(index < len(plan.slices) for index, _ in result.failed)
+        )
+
+    # When a step does not get through.
+
+    def _in_trouble(self, why: str) -> list[Output]:
+        """Nothing can be sent now: try again for a while, then let another group go on with the requests."""
+        self.is_held = True
+        now = self.clock.now()
+        if self.scheduler.is_idle:
+            self._trouble_s = None
+        elif self._trouble_s is None:
+            self._trouble_s = now
+            log.warning("steps are held: %s", why)
+        elif now - self._trouble_s > self._patience_s:
+            return self._give_back(why)
+        return []
+
+    def _start_over(self, why: str) -> list[Output]:
+        """A stage has lost what its blocks held: everything is computed again, under another run."""
+        log.warning("computing everything again: %s", why)
+        self._under_way.clear()
+        self.scheduler.start_over()
+        self._new_run()
+        return self._in_trouble(why)
+
+    def _give_back(self, why: str) -> list[Output]:
+        self.abandon_all()
+        self._trouble_s = None
+        outputs = []
+        for request in self.scheduler.requests():
+            finished = self.scheduler.finish(request.request_id, "error", error=why)
+            assert finished is not None, "the scheduler has it"
+            output = self._ended(finished, None, None)
+            assert output.ended is not None, "it has just ended"
+            outputs.append(output._replace(ended=output.ended._replace(cause="stage")))
+        return outputs
+
+    def abandon_all(self) -> None:
+        """Await no result any more: what was under way is planned again."""
+        for step in self._under_way.values():
+            self.scheduler.abandon(step.plan)
+        self._under_way.clear()
+        self._may_start = True
+
+    def peers_changed(self, alive: Collection[str]) -> None:
+        """The coordinator's word on who serves: nothing comes back through a node that does not."""
+        if not set(self.stages.nodes) <= set(alive):
+            self.abandon_all()
+
+    # The thread, and changes of placement.
+
+    def woken(self) -> None:
+        super().woken()
+        self._may_start = True
+
+    def rest_s(self) -> float | None:
+        if self.is_held:
+            return HELD_S
+        if self.scheduler.is_idle:
+            return None
+        return 0.0 if self._may_start else LOOK_S
+
+    def switch_stages(self, runner: Runner, port: HostedExperts, stages: LaterStages) -> None:
+        """Let another placement serve from the next step on; blocks stay where the stages have kept them."""
+        self.abandon_all()
+        self._carry_accounts_of(self)
+        runner.switch_port(port)
+        self.stages = stages
+
+    def close(self) -> None:
+        self._under_way.clear()
+
+    def _take_account(self, request_id: str) -> Account:
+        return self._accounts.take(request_id)
+
+    @property
+    def num_accounts(self) -> int:
+        return len(self._accounts)
