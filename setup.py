@@ -24,9 +24,14 @@ FLAGS = [
     "-Wno-psabi",
     "-Wno-maybe-uninitialized",  # GCC 12's own AVX-512 header
 ]
-ISA_FLAGS = {  # one unit per instruction set, all of the same source
-    "isa_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
-    "isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
+ISA_FLAGS = {  # one unit per instruction set, all of the same source; products in whole numbers have units of their own
+    "isa_avx512.cpp": AVX512,
+    "isa_avx2.cpp": AVX2,
+    "integer_vnni.cpp": [*AVX512, "-mavx512vnni"],
+    "integer_avx512.cpp": AVX512,
+    "integer_avx2.cpp": AVX2,
 }
 
 

@@ -6,6 +6,10 @@ from torch import Tensor
 from kernels.packing import GROUP
 from kernels.reference import int4, mxfp4
 from kernels.reference.formats import Codes
+from kernels.reference.integers import whole_rows
+
+INT8_BLOCK = 256
+"""Inputs whose products with int8 codes add up to less than 2^31."""
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -29,22 +33,32 @@ def product(x: Tensor, weight: Tensor | Codes) -> Tensor:
     """x [T, K] times an encoded weight [N, K] transposed: [T, N], the order of its sums as the format defines it.
 
     floats       one chain over k
-    int8         one chain of the codes over k, times the output's scale
-    int4, mxfp4  a chain of the codes over each group of 32, from 0; a chain of scale times that over the groups
+    codes        with rows as whole numbers (integers.py), whose products with codes add up exactly:
+    int8         the sum of each 256 inputs, rounded once; these added one after another; times (output's scale * row's)
+    int4, mxfp4  the sum of each group of 32; a chain of scale times that over the groups; times the row's scale
     """
     if isinstance(weight, Tensor):
         return chain(x, weight.float())
+    whole, row_scales = whole_rows(x)
+    total = torch.zeros(len(x), weight.shape[0])
     if weight.format == "int8":
-        return chain(x, weight.values.float()) * weight.scales
+        for columns, codes in zip(
+            whole.split(INT8_BLOCK, 1), weight.values.split(INT8_BLOCK, 1), strict=True
+        ):
+            total = total + exact(columns, codes)
+        return total * (weight.scales * row_scales[:, None])
     if weight.format == "int4":
         values, scales = int4.values(weight.values), weight.scales.float()
     else:
         values, scales = mxfp4.values(weight.values), mxfp4.powers(weight.scales)
-    total = torch.zeros(len(x), len(values))
-    for g, columns in enumerate(x.split(GROUP, dim=1)):
-        inside = chain(columns, values[:, g, : columns.shape[1]])
-        total = fma(scales[:, g], inside, total)
-    return total
+    for g, columns in enumerate(whole.split(GROUP, dim=1)):
+        total = fma(scales[:, g], exact(columns, values[:, g, : columns.shape[1]]), total)
+    return total * row_scales[:, None]
+
+
+def exact(whole: Tensor, codes: Tensor) -> Tensor:
+    """Sums of products of whole numbers (or halves) [T, k] and [N, k], rounded once to float32: [T, N]."""
+    return (whole.double() @ codes.double().T).float()
 
 
 def lane_sum(values: Tensor) -> Tensor:

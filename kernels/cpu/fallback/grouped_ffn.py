@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.fallback.tiles import product
-from kernels.reference.formats import decode
 from kernels.reference.grouped_ffn import PlainBank, activate, add_bias
 
 
@@ -19,6 +18,6 @@ def grouped_ffn(x: Tensor, rows: Tensor, expert_ids: Tensor, bank: PlainBank, ou
         expert = bank[expert_id]
         gate_bias, up_bias, down_bias = expert.biases
         taken = x[rows[mine].long()]
-        gate = None if expert.gate is None else add_bias(product(taken, decode(expert.gate)), gate_bias)
-        inner = activate(gate, add_bias(product(taken, decode(expert.up)), up_bias), expert.activation)
-        out[mine] = add_bias(product(inner, decode(expert.down)), down_bias)
+        gate = None if expert.gate is None else add_bias(product(taken, expert.gate), gate_bias)
+        inner = activate(gate, add_bias(product(taken, expert.up), up_bias), expert.activation)
+        out[mine] = add_bias(product(inner, expert.down), down_bias)

@@ -9,8 +9,7 @@ from kernels.reference.formats import Codes, decode
 
 
 def linear(x: Tensor, weight: Tensor | Codes, bias: Tensor | None, out: Tensor, add: bool) -> None:
-    # Widened for the call: a lasting float32 copy would double the memory.
-    finished = product(x, decode(weight))
+    finished = product(x, weight)
     if bias is not None:
         finished += bias
     if add:

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kernels.reference.formats import Codes, decode
+from kernels.reference.integers import whole_rows
+
 ROWS = 16  # rows per matrix product, whatever the step holds
 
 
@@ -22,8 +25,19 @@ def whole_tile(x: Tensor) -> Tensor:
     return tile
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, tile by tile; weight float32."""
+def product(x: Tensor, weight: Tensor | Codes) -> Tensor:
+    """x [T, K] times an encoded weight [N, K] transposed, tile by tile.
+
+    The weight is widened for the call: a lasting float32 copy would double the memory. Codes meet rows as whole numbers.
+    """
+    if isinstance(weight, Codes):
+        whole, scales = whole_rows(x)
+        return float_product(whole, decode(weight)).mul_(scales[:, None])
+    return float_product(x, weight.float())
+
+
+def float_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, both float32, tile by tile."""
     out = x.new_empty(len(x), len(weight))
     for rows in row_tiles(len(x)):
         tile = torch.mm(whole_tile(x[rows]), weight.t())

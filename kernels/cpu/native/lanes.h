@@ -40,26 +40,6 @@ inline V bf16_odd(const char* p) {
     return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_load_si512(p), _mm512_set1_epi32((int)0xffff0000)))};
 }
 inline V f16_lanes(const char* p) { return {_mm512_cvtph_ps(_mm256_load_si256((const __m256i*)p))}; }
-inline V int8_lanes(const char* p) {
-    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)p)))};
-}
-// Nibble C of each of 16 dwords as an index into 16 values. Whole bytes are passed over by where the load begins, which
-// costs no shift; what comes in above the nibble is no part of the index.
-template <int C>
-inline V nibble_lanes(const char* p, __m512 values) {
-    __m512i v = _mm512_loadu_si512(p + C / 2);
-    if (C & 1) v = _mm512_srli_epi32(v, 4);
-    return {_mm512_permutexvar_ps(v, values)};
-}
-template <int C>
-inline V int4_lanes(const char* p) {
-    return nibble_lanes<C>(p, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
-}
-template <int C>
-inline V e2m1_lanes(const char* p) {
-    return nibble_lanes<C>(p, _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f,
-                                             -2.0f, -3.0f, -4.0f, -6.0f));
-}
 // 2^(byte - 127)
 inline V e8m0_lanes(const char* p) {
     __m512i exponent = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)p)), 23);
@@ -131,29 +111,6 @@ inline V f16_lanes(const char* p) {
             _mm256_cvtph_ps(_mm_load_si128((const __m128i*)(p + 16)))};
 }
 inline __m128i eight_bytes(const char* p) { return _mm_loadl_epi64((const __m128i*)p); }
-inline V int8_lanes(const char* p) {
-    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight_bytes(p))),
-            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight_bytes(p + 8)))};
-}
-template <int C>
-inline __m256 int4_half(__m256i v) {
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 28 - 4 * C), 28));
-}
-template <int C>
-inline V int4_lanes(const char* p) {
-    return {int4_half<C>(bits(p)), int4_half<C>(bits(p + 32))};
-}
-template <int C>
-inline __m256 e2m1_half(__m256i v) {
-    const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
-    __m256 magnitude = _mm256_permutevar8x32_ps(magnitudes, _mm256_srli_epi32(v, 4 * C));  // reads three bits
-    __m256i sign = _mm256_and_si256(_mm256_slli_epi32(v, 28 - 4 * C), _mm256_set1_epi32((int)0x80000000));
-    return _mm256_or_ps(magnitude, _mm256_castsi256_ps(sign));
-}
-template <int C>
-inline V e2m1_lanes(const char* p) {
-    return {e2m1_half<C>(bits(p)), e2m1_half<C>(bits(p + 32))};
-}
 inline __m256 e8m0_half(const char* p) {
     __m256i exponent = _mm256_slli_epi32(_mm256_cvtepu8_epi32(eight_bytes(p)), 23);
     return _mm256_castsi256_ps(_mm256_max_epu32(exponent, _mm256_set1_epi32(0x00400000)));
@@ -249,28 +206,6 @@ inline V f16_lanes(const char* p) {
         r.q[i / 4][i % 4] = f16_value(h);
     }
     return r;
-}
-inline V int8_lanes(const char* p) {
-    typedef int8_t B4 __attribute__((vector_size(4)));
-    B4 codes[4];
-    __builtin_memcpy(codes, p, sizeof codes);
-    EDGE_EACH(__builtin_convertvector(codes[i], F4));
-}
-template <int C>
-inline V int4_lanes(const char* p) {
-    EDGE_EACH(__builtin_convertvector((I4)(bits(p + 16 * i) << (28 - 4 * C)) >> 28, F4));
-}
-template <int C>
-inline F4 e2m1_quarter(U4 v) {
-    const U4 code = (v >> (4 * C)) & 7u;
-    // two bits of exponent, one of mantissa; below 2 the value is half the code
-    const F4 wide = (F4)((code << 22) + 0x3f000000u), narrow = __builtin_convertvector((I4)code, F4) * all(0.5f);
-    const F4 magnitude = choose((I4)(code < 2u), narrow, wide);
-    return (F4)((U4)magnitude | ((v << (28 - 4 * C)) & 0x80000000u));
-}
-template <int C>
-inline V e2m1_lanes(const char* p) {
-    EDGE_EACH(e2m1_quarter<C>(bits(p + 16 * i)));
 }
 inline V e8m0_lanes(const char* p) {
     V r;

@@ -61,8 +61,8 @@ class PackedPanels {
         view_.num_inputs = K;
         view_.panel_bytes = panel_bytes(K, format);
         nbytes_ = (N + 15) / 16 * view_.panel_bytes;
-        bytes_ = aligned_bytes(static_cast<size_t>(nbytes_) + SLACK);
-        std::memset(bytes_.get(), 0, static_cast<size_t>(nbytes_) + SLACK);
+        bytes_ = aligned_bytes(static_cast<size_t>(nbytes_));
+        std::memset(bytes_.get(), 0, static_cast<size_t>(nbytes_));
         view_.data = bytes_.get();
     }
 
@@ -71,19 +71,22 @@ class PackedPanels {
 
     // Floats [count, K] of the format's own type.
     void fill(int64_t first, const void* rows, int64_t count) {
+        const auto as_it_is = [](auto value) { return value; };
         if (view_.format == F32)
-            fill_as(first, static_cast<const uint32_t*>(rows), count, view_.num_inputs);
+            fill_as(first, static_cast<const uint32_t*>(rows), count, view_.num_inputs, as_it_is);
         else
-            fill_as(first, static_cast<const uint16_t*>(rows), count, view_.num_inputs);
+            fill_as(first, static_cast<const uint16_t*>(rows), count, view_.num_inputs, as_it_is);
     }
 
     // int8: codes [count, K] and float32 scales [count]. int4, mxfp4: nibbles uint8 [count, groups, 16], input 2i in the
     // low half of byte i, and scales [count, groups], float16 or one byte of exponent.
     void fill_codes(int64_t first, const void* codes, const void* scales, int64_t count) {
         if (view_.format == Q8)
-            fill_as(first, static_cast<const uint8_t*>(codes), count, view_.num_inputs);
+            fill_as(first, static_cast<const uint8_t*>(codes), count, view_.num_inputs,
+                    [](uint8_t code) { return static_cast<uint8_t>(code ^ 0x80); });
         else
-            fill_as(first, static_cast<const uint32_t*>(codes), count, 4 * groups());
+            fill_as(first, static_cast<const uint32_t*>(codes), count, 4 * groups(),
+                    [flip = view_.format == Q4 ? 0x88888888u : 0u](uint32_t pairs) { return part_halves(pairs) ^ flip; });
         const int64_t per_row = view_.format == Q8 ? 1 : groups(), size = scale_bytes();
         for (int64_t n = 0; n < count; ++n)
             for (int64_t g = 0; g < per_row; ++g)
@@ -96,8 +99,6 @@ class PackedPanels {
     }
 
   private:
-    static constexpr size_t SLACK = 64;  // nibbles are read by loads that begin up to three bytes late
-
     static int64_t panel_bytes(int64_t K, int format) {
         const int64_t groups = (K + GROUP - 1) / GROUP;
         switch (format) {
@@ -121,11 +122,11 @@ class PackedPanels {
             case BF16: return k / 2 * 64 + k % 2 * 2;
             case F16: return k * 32;
             case F32: return k * 64;
-            case Q8: return 64 + k * 16;
+            case Q8: return 64 + k / 4 * 64 + k % 4;
             default: return (k / 4 / groups_per_line() + 1) * 64 + k * 64;
         }
     }
-    int64_t lane_bytes() const { return view_.format == F16 ? 2 : view_.format == Q8 ? 1 : 4; }
+    int64_t lane_bytes() const { return view_.format == F16 ? 2 : 4; }
     int64_t place(int64_t n, int64_t k) const { return panel_at(n) + column(k) + n % 16 * lane_bytes(); }
 
     int64_t scale_at(int64_t n, int64_t g) const {
@@ -134,15 +135,25 @@ class PackedPanels {
         return panel_at(n) + g / most * (64 + most * GROUP_BYTES) + (g % most * 16 + n % 16) * scale_bytes();
     }
 
-    template <class Item>
-    void fill_as(int64_t first, const Item* rows, int64_t count, int64_t columns) {
+    // Of eight inputs in neighbouring halves: the first four into the low halves of the bytes, the others into the high ones.
+    static uint32_t part_halves(uint32_t pairs) {
+        uint32_t parted = 0;
+        for (int k = 0; k < 8; ++k) parted |= (pairs >> (4 * k) & 15) << (k % 4 * 8 + k / 4 * 4);
+        return parted;
+    }
+
+    template <class Item, class Change>
+    void fill_as(int64_t first, const Item* rows, int64_t count, int64_t columns, const Change& change) {
         const int64_t step = lane_bytes();
         for (int64_t begin = 0; begin < count;) {  // panel by panel: writes stay in a few lines of cache
             const int64_t lane = (first + begin) % 16, end = begin + std::min<int64_t>(16 - lane, count - begin);
             char* panel = bytes_.get() + panel_at(first + begin) + lane * step;
             for (int64_t k = 0; k < columns; ++k) {
                 char* to = panel + column(k);
-                for (int64_t n = begin; n < end; ++n) std::memcpy(to + (n - begin) * step, rows + n * columns + k, sizeof(Item));
+                for (int64_t n = begin; n < end; ++n) {
+                    const Item item = change(rows[n * columns + k]);
+                    std::memcpy(to + (n - begin) * step, &item, sizeof item);
+                }
             }
             begin = end;
         }
@@ -165,11 +176,11 @@ class PackedPanels {
             case BF16: return as_float(uint32_t(item<uint16_t>(place(n, k))) << 16);
             case F16: return as_float(float16_bits(item<uint16_t>(place(n, k))));
             case F32: return item<float>(place(n, k));
-            case Q8: return float(item<int8_t>(place(n, k))) * item<float>(scale_at(n, 0));
+            case Q8: return float(int(item<uint8_t>(place(n, k))) - 128) * item<float>(scale_at(n, 0));
         }
-        const uint32_t code = item<uint32_t>(place(n, k / 8)) >> (k % 8 * 4) & 15;
+        const uint32_t code = item<uint32_t>(place(n, k / 8)) >> (k % 4 * 8 + k % 8 / 4 * 4) & 15;
         const int64_t scale = scale_at(n, k / GROUP);
-        if (view_.format == Q4) return float(int(code ^ 8) - 8) * as_float(float16_bits(item<uint16_t>(scale)));
+        if (view_.format == Q4) return float(int(code) - 8) * as_float(float16_bits(item<uint16_t>(scale)));
         static constexpr float E2M1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
         const uint32_t exponent = item<uint8_t>(scale);
         return (code & 8 ? -E2M1[code & 7] : E2M1[code & 7]) * as_float(exponent ? exponent << 23 : 0x00400000u);

@@ -11,14 +11,15 @@ namespace edge {
 enum Format : int { BF16 = 0, F16 = 1, F32 = 2, Q8 = 3, Q4 = 4, MXFP4 = 5 };  // Q8, Q4: int8, int4
 
 constexpr int64_t GROUP = 32;  // inputs that share a scale in int4 and mxfp4
-// The bytes of one group of a panel: 4 times 16 dwords, the eight nibbles of a dword being eight inputs of one output.
+// The bytes of one group of a panel: 4 times 16 dwords. A dword is eight inputs of one output: the low halves of its bytes
+// the first four, the high halves the others.
 constexpr int64_t GROUP_BYTES = 256;
 
 // A weight [num_outputs, num_inputs] as panels of 16 outputs:
 //   float16, float32  [K up to even][16]
 //   bfloat16          [K up to even / 2][16][2]
-//   int8              [16] float32 scales, [K up to a multiple of 4][16]
-//   int4              for every 2 groups: [2][16] float16 scales, then the groups
+//   int8              [16] float32 scales, [K up to a multiple of 4 / 4][16][4] codes plus 128
+//   int4              for every 2 groups: [2][16] float16 scales, then the groups, codes plus 8
 //   mxfp4             for every 4 groups: [4][16] exponents of one byte, then the groups
 struct Panels {
     const char* data;
@@ -114,7 +115,6 @@ struct SwapCall {
 };
 
 struct Kernels {
-    const char* isa;
     // bias [N] or null
     void (*linear)(const Panels& w, const float* x, int64_t x_stride, int64_t T, const float* bias, float* out,
                    int64_t out_stride, bool add);
@@ -137,12 +137,21 @@ struct Kernels {
     void (*swap_search)(const SwapCall& call);
 };
 
+// x W^T for a W of codes, in whole numbers: see integer.h. `then` is what will be read next, or null. It calls the one
+// that serves.
+void integer_product(const Panels& w, const float* const* x, float* const* out, int64_t T, bool add, const char* then);
+using IntegerProduct = decltype(&integer_product);
+void integer_product_vnni(const Panels&, const float* const*, float* const*, int64_t, bool, const char*);
+void integer_product_avx512(const Panels&, const float* const*, float* const*, int64_t, bool, const char*);
+void integer_product_avx2(const Panels&, const float* const*, float* const*, int64_t, bool, const char*);
+void integer_product_portable(const Panels&, const float* const*, float* const*, int64_t, bool, const char*);
+
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_portable();
 
 // This thread's scratch memory, one buffer per `which`, 64-byte aligned, kept until the thread ends.
-enum Scratch : int { SCORES = 0, POINTERS = 1, INNER = 2, SMALL = 3, WIDE = 4, NUM_SCRATCH = 5 };
+enum Scratch : int { SCORES = 0, POINTERS = 1, INNER = 2, SMALL = 3, WIDE = 4, DIGITS = 5, NUM_SCRATCH = 6 };
 void* scratch(Scratch which, size_t bytes);
 
 }  // namespace edge

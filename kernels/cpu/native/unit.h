@@ -11,16 +11,18 @@ namespace edge {
 namespace {
 
 #include "lanes.h"
+#include "tiles.h"
 #include "matmul.h"
 #include "rows.h"
-#include "moe.h"
+#include "gate.h"
+#include "experts.h"
 #include "attention.h"
 #include "swaps.h"
 
 }  // namespace
 
 const Kernels* EDGE_TABLE() {
-    static const Kernels table = {EDGE_ISA_NAME, linear_with_bias, rms_norm, head_norm_rope, soft_cap, paged_attention,
+    static const Kernels table = {linear_with_bias, rms_norm, head_norm_rope, soft_cap, paged_attention,
                                   gate_topk,     grouped_ffn,      combine,  exp_row,        tanh_row, finite, fma_turns,
                                   swap_search};
     return &table;

@@ -1,0 +1,256 @@
+// Products of rows and codes in whole numbers. Included by an integer unit inside its own anonymous namespace.
+//
+// A row of x becomes whole numbers of two digits (base 256, about 15 bits) times one scale of its own. The sum of its
+// products with the codes of a block of inputs is exact and fits 32 bits, so the order inside a block is free, and with it
+// the instruction; blocks are joined by one chain in float32, in increasing k. Blocks and chains: kernels/reference/chain.py.
+//
+// Codes are unsigned in memory, OFFSET more than what they count; a sum starts at what that makes too much.
+
+// Where codes and scales of group g stand in a panel of W.
+template <class W>
+inline int64_t scale_at(int64_t g) {
+    return g / W::PER_LINE * (64 + W::PER_LINE * GROUP_BYTES) + g % W::PER_LINE * W::SCALE_BYTES;
+}
+template <class W>
+inline int64_t codes_at(int64_t g) {
+    return (g / W::PER_LINE + 1) * 64 + g * GROUP_BYTES;
+}
+
+struct Int8Codes {
+    static constexpr int64_t BLOCK = 256, OFFSET = 128;  // 256 * 255 * 32639 < 2^31
+    static constexpr int LINE_INPUTS = 4;
+    static inline int64_t line_at(int64_t block) { return 64 + block * (BLOCK / LINE_INPUTS) * 64; }
+    static inline V join(V total, V sum, const char*, int64_t) { return add(total, sum); }
+    static inline V finish(V total, const char* panel, float scale) {
+        return mul(total, mul(load((const float*)panel), set1(scale)));
+    }
+};
+struct Int4Codes {
+    static constexpr int64_t BLOCK = GROUP, OFFSET = 8;
+    static constexpr int LINE_INPUTS = 8, SCALE_BYTES = 32, PER_LINE = 2;
+    static inline int64_t line_at(int64_t block) { return codes_at<Int4Codes>(block); }
+    static inline Line decode(Line nibbles) { return nibbles; }
+    static inline V join(V total, V sum, const char* panel, int64_t block) {
+        return fma(f16_lanes(panel + scale_at<Int4Codes>(block)), sum, total);
+    }
+    static inline V finish(V total, const char*, float scale) { return mul(total, set1(scale)); }
+};
+// Codes count halves.
+struct Mxfp4Codes {
+    static constexpr int64_t BLOCK = GROUP, OFFSET = 12;
+    static constexpr int LINE_INPUTS = 8, SCALE_BYTES = 16, PER_LINE = 4;
+    static inline int64_t line_at(int64_t block) { return codes_at<Mxfp4Codes>(block); }
+    static inline Line decode(Line nibbles) {
+        static const uint8_t HALVES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+        return look_up(HALVES, nibbles);
+    }
+    static inline V join(V total, V sum, const char* panel, int64_t block) {
+        return fma(e8m0_lanes(panel + scale_at<Mxfp4Codes>(block)), sum, total);
+    }
+    static inline V finish(V total, const char*, float scale) { return mul(total, set1(0.5f * scale)); }
+};
+
+// Rows x panels of sums that fit the registers.
+#if defined(EDGE_VNNI)
+constexpr int MAX_ROWS = 8, MAX_PANELS = 8;
+constexpr int panels_for(int rows) {
+    return rows == 1 ? 8 : rows == 2 ? 6 : rows == 3 ? 4 : rows == 4 ? 3 : rows <= 6 ? 2 : 1;
+}
+#elif defined(EDGE_AVX512)
+constexpr int MAX_ROWS = 8, MAX_PANELS = 8;
+constexpr int panels_for(int rows) { return rows <= 2 ? 8 : rows == 3 ? 6 : rows == 4 ? 5 : rows <= 6 ? 4 : 2; }
+#else
+constexpr int MAX_ROWS = 4, MAX_PANELS = 2;
+constexpr int panels_for(int rows) { return rows <= 2 ? 2 : 1; }
+#endif
+
+struct IntegerTile {
+    const char* x[MAX_ROWS];         // the first digits of a row; the second ones lie `plane` behind
+    const int32_t* start[MAX_ROWS];  // what the sums of each block start at
+    float scale[MAX_ROWS];
+    const char* w[MAX_PANELS];
+    float* out[MAX_ROWS];
+    int64_t plane;
+    int64_t inputs;
+    int64_t ahead;   // bytes from a panel to the one that will be read when this tile is done; 0 if there is none
+    int last_lanes;  // lanes of the last panel that exist
+    bool add;
+};
+
+template <class C, int ROWS, int PANELS>
+inline void line_step(Sum (&sum)[ROWS][PANELS], const Line (&w)[PANELS], const char* const (&x)[ROWS], int64_t at,
+                      int64_t plane) {
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < PANELS; ++j) step(sum[i][j], w[j], x[i] + at, x[i] + at + plane);
+}
+
+template <class C, int ROWS, int PANELS>
+__attribute__((noinline)) void integer_tile(const IntegerTile& tile) {
+    const char* x[ROWS];
+    const char* w[PANELS];
+    V total[ROWS][PANELS];
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i) x[i] = tile.x[i];
+#pragma GCC unroll 8
+    for (int j = 0; j < PANELS; ++j) w[j] = tile.w[j];
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < PANELS; ++j) total[i][j] = zero();
+
+    const int64_t plane = tile.plane, ahead = tile.ahead;
+    for (int64_t block = 0; block * C::BLOCK < tile.inputs; ++block) {
+        Sum sum[ROWS][PANELS];
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < PANELS; ++j) sum[i][j] = start_sum(tile.start[i][block]);
+        int64_t k = block * C::BLOCK, line = C::line_at(block);
+        const int64_t end = C::BLOCK == GROUP ? k + GROUP : at_most(tile.inputs, k + C::BLOCK);
+        for (; k < end; k += C::LINE_INPUTS, line += 64) {
+            Line codes[PANELS], part[PANELS];
+            if constexpr (ROWS >= 2) {
+#pragma GCC unroll 8
+                for (int j = 0; j < PANELS; ++j) __builtin_prefetch(w[j] + line + ahead, 0, 2);
+            }
+#pragma GCC unroll 8
+            for (int j = 0; j < PANELS; ++j) codes[j] = load_line(w[j] + line);
+            if constexpr (C::LINE_INPUTS == 4) {
+                line_step<C, ROWS, PANELS>(sum, codes, x, k, plane);
+            } else {
+#pragma GCC unroll 8
+                for (int j = 0; j < PANELS; ++j) part[j] = C::decode(low_nibbles(codes[j]));
+                line_step<C, ROWS, PANELS>(sum, part, x, k, plane);
+#pragma GCC unroll 8
+                for (int j = 0; j < PANELS; ++j) part[j] = C::decode(high_nibbles(codes[j]));
+                line_step<C, ROWS, PANELS>(sum, part, x, k + 4, plane);
+            }
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < PANELS; ++j)
+#pragma GCC unroll 8
+            for (int i = 0; i < ROWS; ++i) total[i][j] = C::join(total[i][j], finish_sum(sum[i][j]), w[j], block);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < PANELS; ++j)
+            put(tile.out[i] + 16 * j, C::finish(total[i][j], w[j], tile.scale[i]), j + 1 < PANELS ? 16 : tile.last_lanes,
+                tile.add);
+}
+
+template <class C, int ROWS>
+void tile_of(int panels, const IntegerTile& tile) {
+    constexpr int MOST = panels_for(ROWS);
+    switch (panels) {
+        case 1: integer_tile<C, ROWS, 1>(tile); break;
+        case 2: if constexpr (MOST >= 2) integer_tile<C, ROWS, 2>(tile); break;
+        case 3: if constexpr (MOST >= 3) integer_tile<C, ROWS, 3>(tile); break;
+        case 4: if constexpr (MOST >= 4) integer_tile<C, ROWS, 4>(tile); break;
+        case 5: if constexpr (MOST >= 5) integer_tile<C, ROWS, 5>(tile); break;
+        case 6: if constexpr (MOST >= 6) integer_tile<C, ROWS, 6>(tile); break;
+        case 7: if constexpr (MOST >= 7) integer_tile<C, ROWS, 7>(tile); break;
+        case 8: if constexpr (MOST >= 8) integer_tile<C, ROWS, 8>(tile); break;
+    }
+}
+
+template <class C>
+void any_tile(int rows, int panels, const IntegerTile& tile) {
+    switch (rows) {
+        case 1: tile_of<C, 1>(panels, tile); break;
+        case 2: tile_of<C, 2>(panels, tile); break;
+        case 3: tile_of<C, 3>(panels, tile); break;
+        case 4: tile_of<C, 4>(panels, tile); break;
+        case 5: if constexpr (MAX_ROWS >= 5) tile_of<C, 5>(panels, tile); break;
+        case 6: if constexpr (MAX_ROWS >= 6) tile_of<C, 6>(panels, tile); break;
+        case 7: if constexpr (MAX_ROWS >= 7) tile_of<C, 7>(panels, tile); break;
+        case 8: if constexpr (MAX_ROWS >= 8) tile_of<C, 8>(panels, tile); break;
+    }
+}
+
+// A row as whole numbers, in scratch memory: digits up to a multiple of 32 inputs, then where its sums start.
+struct IntegerRow {
+    char* digits;
+    int32_t* start;
+    float scale;
+};
+
+constexpr float LARGEST = 32639.0f;  // 127 * 256 + 127, what two signed digits of base 256 reach on both sides
+constexpr float LEAST = 1e-30f;      // a row that stays below counts as zeros
+
+// x is near digits * scale. A row with a number that is not finite gets a scale of nan, and so gives nan everywhere.
+template <class C>
+void to_integers(const float* x, int64_t K, int64_t plane, IntegerRow& row) {
+    V most = zero(), odd = zero();
+    for (int64_t k = 0; k < K; k += 16) {
+        const V v = K - k >= 16 ? load(x + k) : load_part(x + k, (int)(K - k));
+        most = max(max(v, sub(zero(), v)), most);
+        odd = add(odd, sub(v, v));  // nan for nan and inf
+    }
+    const float highest = lane_max(most);
+    const bool finite = lane_sum(odd) == 0.0f, some = highest >= LEAST;
+    row.scale = !finite ? __builtin_nanf("") : some ? highest / LARGEST : 0.0f;
+    const V inverse = set1(finite && some ? LARGEST / highest : 0.0f), magic = set1(12582912.0f);  // 1.5 * 2^23: rounds
+    int32_t whole[16], sum = 0;
+    for (int64_t k = 0; k < plane; k += 16) {
+        const V v = !finite || k >= K ? zero() : K - k >= 16 ? load(x + k) : load_part(x + k, (int)(K - k));
+        const V rounded = add(mul(v, inverse), magic);
+        __builtin_memcpy(whole, &rounded, sizeof whole);
+        for (int i = 0; i < 16; ++i) whole[i] -= 0x4b400000;
+        store_digits(whole, row.digits + k, row.digits + plane + k);
+        for (int i = 0; i < 16; ++i) sum += whole[i];
+        if ((k + 16) % C::BLOCK == 0 || k + 16 == plane) {
+            row.start[k / C::BLOCK] = -(int32_t)C::OFFSET * sum;
+            sum = 0;
+        }
+    }
+}
+
+// out[i][0..N) (=|+=) x[i] W^T for rows given by pointers. Panels outside, rows inside: weights are read once. `then` is
+// what will be read next, null if nothing is known.
+template <class C>
+void product(const Panels& w, const float* const* x, float* const* out, int64_t T, bool add, const char* then) {
+    const int64_t panels = parts_of(w.num_outputs, 16), K = w.num_inputs, plane = parts_of(K, GROUP) * GROUP;
+    const int64_t row_tiles = parts_of(T, MAX_ROWS);
+    const int widest = panels_for((int)parts_of(T, row_tiles));
+    const int64_t groups = parts_of(panels, widest);
+    const int64_t row_bytes = parts_of(DIGITS_BYTES * plane + 4 * parts_of(K, C::BLOCK), 64) * 64;
+    char* memory = (char*)scratch(DIGITS, (size_t)(T * row_bytes + T * (int64_t)sizeof(IntegerRow)));
+    IntegerRow* rows = (IntegerRow*)(memory + T * row_bytes);
+    for (int64_t t = 0; t < T; ++t) {
+        rows[t].digits = memory + t * row_bytes;
+        rows[t].start = (int32_t*)(rows[t].digits + DIGITS_BYTES * plane);
+        to_integers<C>(x[t], K, plane, rows[t]);
+    }
+    IntegerTile tile;
+    tile.plane = plane;
+    tile.inputs = K;
+    tile.add = add;
+    for (int64_t g = 0; g < groups; ++g) {
+        const int64_t p0 = part_begin(panels, groups, g), p1 = part_begin(panels, groups, g + 1);
+        for (int64_t p = p0; p < p1; ++p) tile.w[p - p0] = w.data + p * w.panel_bytes;
+        tile.last_lanes = (int)at_most(16, w.num_outputs - 16 * (p1 - 1));
+        tile.ahead = g + 1 < groups ? (p1 - p0) * w.panel_bytes : then ? then - tile.w[0] : 0;
+        for (int64_t t = 0; t < row_tiles; ++t) {
+            const int64_t r0 = part_begin(T, row_tiles, t), r1 = part_begin(T, row_tiles, t + 1);
+            for (int64_t r = r0; r < r1; ++r) {
+                tile.x[r - r0] = rows[r].digits;
+                tile.start[r - r0] = rows[r].start;
+                tile.scale[r - r0] = rows[r].scale;
+                tile.out[r - r0] = out[r] + 16 * p0;
+            }
+            any_tile<C>((int)(r1 - r0), (int)(p1 - p0), tile);
+            tile.ahead = 0;
+        }
+    }
+}
+
+void product_of_codes(const Panels& w, const float* const* x, float* const* out, int64_t T, bool add, const char* then) {
+    switch (w.format) {
+        case Q8: product<Int8Codes>(w, x, out, T, add, then); break;
+        case Q4: product<Int4Codes>(w, x, out, T, add, then); break;
+        case MXFP4: product<Mxfp4Codes>(w, x, out, T, add, then); break;
+    }
+}

@@ -1,0 +1,53 @@
+// Which instruction set serves. Baseline code, used by module.cpp only.
+#pragma once
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "table.h"
+
+namespace edge {
+
+struct Isa {
+    const char* name;
+    const Kernels* (*kernels)();
+    IntegerProduct integer_product;
+    bool (*runs)();
+};
+
+#if defined(__x86_64__)
+inline bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
+inline const std::vector<Isa>& isas() {  // best first
+    static const std::vector<Isa> all = {
+#if defined(__x86_64__)
+        {"avx512vnni", kernels_avx512, integer_product_vnni,
+         [] { return has_avx512() && bool(__builtin_cpu_supports("avx512vnni")); }},
+        {"avx512", kernels_avx512, integer_product_avx512, has_avx512},
+        {"avx2", kernels_avx2, integer_product_avx2,
+         [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+#endif
+        {"portable", kernels_portable, integer_product_portable, [] { return true; }},
+    };
+    return all;
+}
+
+inline std::vector<std::string> runnable_isas() {
+    std::vector<std::string> names;
+    for (const Isa& isa : isas())
+        if (isa.runs()) names.push_back(isa.name);
+    return names;
+}
+
+inline const Isa* find_isa(const std::string& name) {
+    for (const Isa& isa : isas())
+        if (isa.name == name && isa.runs()) return &isa;
+    throw std::invalid_argument("isa: this machine cannot run '" + name + "'");
+}
+
+}  // namespace edge
