@@ -37,8 +37,9 @@ from edge_runtime.protocol import (
 PREFIX_BYTES = 10  # magic, version, checksum: the rest of frame 0 is MessagePack
 BASE_BYTES = 256 << 10  # allowed for each decode, whatever it is given
 BYTES_PER_BYTE = (
-    100  # and for each byte of frame 0: an empty list of one byte becomes an object of 64 in a list of 8
+    32  # and for each byte of frame 0: a string of one character and three bytes is an object of 80
 )
+BYTES_PER_CONTAINER = 264  # and for each list or map that a message of this type may hold
 SAMPLE = (
     997  # one input of so many is decoded under tracemalloc; a prime, so that no kind of input is left out
 )
@@ -57,6 +58,7 @@ _NASTY: tuple[Any, ...] = (
     0.0, -0.0, 1.5, float("nan"), float("inf"), -float("inf"), 1e308, "", "x" * 300, "\x00", "\u20ac" * 40, "float32",
     "bfloat16", "int32", "expert_call", b"", b"\xff" * 20, [], [[]], [0] * 20, {}, {"type": "stop"}, {"": {}}, [None] * 9,
 )  # fmt: skip
+_SMALL: tuple[Any, ...] = ([], {}, {0: 0}, "\u0101", -128, 1.5, [[]], "ab")
 _LYING = tuple(
     mark + length.to_bytes(4, "big") for mark in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9")
     for length in (2**16, 2**24, 2**32 - 1)
@@ -153,7 +155,8 @@ def _fault_of(envelope: Envelope, frames: Frames) -> str | None:
 
 
 def _decode_measured(decode: Decode, frames: Frames, report: Report) -> str | None:
-    allowed = BASE_BYTES + BYTES_PER_BYTE * len(frames[0] if frames else b"")
+    first = frames[0] if frames else b""
+    allowed = BASE_BYTES + BYTES_PER_BYTE * len(first) + BYTES_PER_CONTAINER * _containers(first)
     allowed += sum(map(len, frames[1:]))  # a frame that lies badly in memory is copied
     tracemalloc.start()
     try:
@@ -167,6 +170,12 @@ def _decode_measured(decode: Decode, frames: Frames, report: Report) -> str | No
     if fault is None and peak > allowed:
         return f"{peak} bytes were allocated, {allowed} are allowed"
     return fault
+
+
+def _containers(frame: bytes) -> int:
+    """How many lists and maps a message of the type that this frame names may hold; all, if it is short."""
+    named = [cls.max_containers for tag, cls in MESSAGES.items() if tag.encode() in frame[:100]]
+    return min(len(frame), max(named, default=0))
 
 
 # True messages.
@@ -333,6 +342,8 @@ def _nasty(seeded: random.Random) -> Any:
                 value = {"a": value}
         case 2:
             return [value] * seeded.choice((10, 1000, 5000))
+        case 3 if seeded.random() < 0.2:  # as many small things as a long body holds
+            return [seeded.choice(_SMALL)] * seeded.choice((20_000, 200_000, 400_000))
     return value
 
 

@@ -204,7 +204,7 @@ def _decode(frames: Sequence[Frame]) -> Envelope:
     if tag == "expert_call" and arrays[1].shape != arrays[2].shape:
         raise BadMessage("tensor", f"{tag} has {arrays[1].size} pair rows but {arrays[2].size} pair experts")
     try:
-        message = msgspec.convert(_unpack_body(tag, body), wire.cls)
+        message = msgspec.convert(_unpack_body(tag, body, wire.cls.max_containers), wire.cls)
     except msgspec.ValidationError as error:
         raise BadMessage("body", f"{tag} is not as expected: {error}") from error
     return Envelope(message, call_id, epoch, ttl_s, tuple(arrays), _open_stamp(more[0]) if more else None)
@@ -286,13 +286,29 @@ def _open_tensor(wire: _Wire, index: int, described: Any, frame: Frame) -> Array
     )  # a short frame lies anywhere in ZeroMQ's receive buffer
 
 
-def _unpack_body(tag: str, body: bytes) -> Any:
+def _unpack_body(tag: str, body: bytes, max_containers: int) -> Any:
     """The map in `body`. A false length would make msgpack set aside 8 bytes per element claimed, at each depth."""
     try:
         if len(body) > _SAFE_BODY_BYTES:
             scan = msgpack.Unpacker(None, max_buffer_size=len(body), max_ext_len=0)
             scan.feed(body)
             scan.skip()  # walks the whole value without making any of it
-        return msgpack.unpackb(body, max_ext_len=0)
+        if len(body) <= max_containers:  # each takes at least a byte
+            return msgpack.unpackb(body, max_ext_len=0)
+        count = _Counting(max_containers)
+        return msgpack.unpackb(body, max_ext_len=0, list_hook=count, object_hook=count)
     except Exception as error:  # msgpack raises many unrelated kinds, all of them about these bytes
         raise BadMessage("body", f"{tag} does not hold the MessagePack expected: {error}") from error
+
+
+class _Counting:
+    """Is shown every list and map as it is made, and ends it all when there are too many."""
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed = self._left = allowed
+
+    def __call__(self, container: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f"more than {self._allowed} lists and maps")
+        return container

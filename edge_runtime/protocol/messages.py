@@ -34,10 +34,16 @@ def snake_case(name: str) -> str:
 
 
 class Message(Struct, frozen=True, tag=snake_case, tag_field="type"):
-    """Root of all messages. `tensors`: what follows the header, `max_body_bytes`: how long the packed fields may be."""
+    """Root of all messages.
+
+    tensors         what follows the header
+    max_body_bytes  how long the packed fields may be
+    max_containers  how many lists and maps they may hold: one of a byte or two takes over 200 in memory
+    """
 
     tensors: ClassVar[tuple[TensorSpec, ...]] = ()
     max_body_bytes: ClassVar[int] = 64 << 10
+    max_containers: ClassVar[int] = 4096
 
 
 # --- who is there ---------------------------------------------------------------------------------------------------
@@ -181,6 +187,7 @@ class Deploy(Message, frozen=True):
     """
 
     max_body_bytes: ClassVar[int] = 2 << 20
+    max_containers: ClassVar[int] = 1 << 16  # 61 layers of 256 experts are 15,677
 
     epoch: Count
     share: Share
@@ -444,6 +451,7 @@ class _Prompt(Message, frozen=True):
     """
 
     max_body_bytes: ClassVar[int] = 2 << 20
+    max_containers: ClassVar[int] = 1 << 14
 
     request_id: Name
     prompt: str | None = None
@@ -482,6 +490,9 @@ class Tokens(Message, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
 
     max_body_bytes: ClassVar[int] = 2 << 20
+    max_containers: ClassVar[int] = (
+        1 << 17
+    )  # a whole answer at once, with 20 logprobs for each of 6,000 tokens
 
 
 class Timing(Struct, frozen=True):
@@ -504,6 +515,7 @@ class Finished(Message, frozen=True):
     """
 
     max_body_bytes: ClassVar[int] = 2 << 20
+    max_containers: ClassVar[int] = 1 << 16  # a trace has several for each step
 
     request_id: Name
     finish_reason: Literal["stop", "length", "abort"]
@@ -580,6 +592,7 @@ class Planned(Message, frozen=True):
     """What a topology file would change, as a plain map and, as `text`, for people."""
 
     max_body_bytes: ClassVar[int] = 2 << 20
+    max_containers: ClassVar[int] = 1 << 16
 
     text: str
     body: dict[str, Any]
@@ -600,6 +613,7 @@ class StatusReply(Message, frozen=True):
     """What `status --json` prints, as a plain map."""
 
     max_body_bytes: ClassVar[int] = 2 << 20
+    max_containers: ClassVar[int] = 1 << 14  # of 2,000 nodes
 
     body: dict[str, Any]
 

@@ -21,9 +21,13 @@ from edge_runtime.protocol import (
     ExpertReply,
     Generate,
     Hello,
+    PeerAddress,
     Share,
     Stamp,
+    StatusReply,
     Stop,
+    TokenLogprobs,
+    Tokens,
     VersionMismatch,
     decode,
     encode,
@@ -319,6 +323,38 @@ def test_lengths_that_lie_cost_no_memory(kind, claimed):
     for body in (lie, b"\x81\xa6reason" + lie, nested, nested * 20, lie + bytes(60_000)):
         frame = sealed(msgpack.packb(["stop", 1, 1, None, [], body]))
         assert peak_bytes_while_refusing([frame]) < 1 << 20
+
+
+@pytest.mark.parametrize("tag", ["deploy", "ranges_query", "status_reply", "submit"])
+@pytest.mark.parametrize(
+    "small", [b"\x90", b"\x80", b"\x81\xa0\xc0", b"\x91\x90"], ids=["list", "map", "pair", "nested"]
+)
+def test_a_body_of_many_small_containers_takes_no_more_memory_than_its_type_announces(tag, small):
+    """An empty list of one byte is an object of 56 in a list of 8: a body of 2 MiB would take 150 MB and more."""
+    cls = MESSAGES[tag]
+    count = (cls.max_body_bytes - 100) // len(small)
+    body = b"\x81\xa4more\xdd" + count.to_bytes(4, "big") + small * count
+    frames = [sealed([tag, 1, 1, None, [], body])]
+    assert peak_bytes_while_refusing(frames) < 20 * len(body) + 264 * cls.max_containers
+    with pytest.raises(BadMessage, match=f"more than {cls.max_containers} lists and maps"):
+        decode(frames)
+
+
+def test_what_the_largest_clusters_say_is_within_that():
+    hosts = [[[expert % 8, 9] for expert in range(256)] for _ in range(61)]
+    names = [PeerAddress(f"n{i}", "10.0.0.1:5551", "k" * 40) for i in range(512)]
+    share = Share(0, 61, [list(range(256))] * 61, 1000)
+    chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}] * 3000
+    numbers = {f"number_{i}": 1.5 for i in range(60)}
+    nodes = [{"name": f"n{i}", "roles": ["decode"], "report": {"numbers": numbers}} for i in range(512)]
+    logprobs = [TokenLogprobs(1, -1.0, [(i, -2.0) for i in range(20)])] * 4096
+    for message in (
+        Deploy(1, share, hosts, names),
+        Generate("r", messages=chat),
+        StatusReply({"nodes": nodes}),
+        Tokens("r", 0, [1] * 4096, "x", logprobs),
+    ):
+        assert decode(encode(message)).message == message
 
 
 def test_deep_nesting_is_refused():
