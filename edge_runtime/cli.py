@@ -4,6 +4,7 @@ Everything heavy is imported inside its command, so that `--help` and `submit` s
 and nowhere below.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -16,7 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from edge_runtime.clock import SystemClock, wall_s
-from edge_runtime.config import TOPOLOGY_VARIABLE, resolve_topology_path, state_dir
+from edge_runtime.config import (
+    TOPOLOGY_VARIABLE,
+    last_good_text,
+    remember_good,
+    resolve_topology_path,
+    state_dir,
+)
 from edge_runtime.errors import (
     EXIT_DONE,
     EXIT_USER,
@@ -29,7 +36,7 @@ from edge_runtime.errors import (
 from edge_runtime.log import setup_logging
 from topology.cluster import Cluster, find_node
 from topology.errors import TopologyError
-from topology.files import HUB, read_cluster
+from topology.files import HUB, read_cluster, read_cluster_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,7 +209,7 @@ def _drain(name: str, path: Path) -> None:
     from edge_runtime import changes, launch
 
     clock = SystemClock()
-    with _client(read_cluster(path, needs_model=False)) as client:
+    with _client(_running_cluster(path)) as client:
         _connect(client)
         epoch = changes.begin(lambda: client.drain(name), clock, _say)
         click.echo(changes.follow(client, epoch, clock, _say, lambda: None))
@@ -242,6 +249,7 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     )
     _stop_on_signal(daemon)
     with recorded(path, COORDINATOR):
+        _remember(path)
         daemon.run()
 
 
@@ -316,7 +324,7 @@ def submit(
     else:
         text = sys.stdin.read() if prompt == "-" else str(prompt)
         prompts = [prompt_from_options(text, options, chat=chat, system=system, trace=trace)]
-    cluster = read_cluster(resolve_topology_path(topology), needs_model=False)
+    cluster = _running_cluster(resolve_topology_path(topology))
     with _client(cluster) as client:
         _connect(client)
         if file is not None:
@@ -432,7 +440,7 @@ def status(topology: Path | None, as_json: bool) -> None:
     """Show every node: roles, pid, state, memory planned and used."""
     from edge_runtime.tables import status_table
 
-    cluster = read_cluster(resolve_topology_path(topology), needs_model=False)
+    cluster = _running_cluster(resolve_topology_path(topology))
     with _client(cluster) as client:
         _connect(client)
         body = client.status()
@@ -501,7 +509,7 @@ def _plan_between(old: Path, file: Path) -> "Planned":
 
 def _plan_running(file: Path, topology: Path | None) -> "Planned":
     cluster = read_cluster(file, needs_model=False)
-    running = read_cluster(_running_path(file, topology), needs_model=False)
+    running = _running_cluster(_running_path(file, topology))
     with _client(running) as client:
         try:
             _connect(client)
@@ -567,7 +575,7 @@ def _apply(file: Path, running: Path, *, dry_run: bool) -> None:
     text = file.read_text(encoding="utf-8-sig")
     directory = state_dir(running)
     local = launch.LocalCluster(directory, {})
-    with _client(read_cluster(running, needs_model=False)) as client:
+    with _client(_running_cluster(running)) as client:
         _connect(client)
         _say(_asked(lambda: client.plan(text, str(file))).text)
         if dry_run:
@@ -592,7 +600,9 @@ def _apply(file: Path, running: Path, *, dry_run: bool) -> None:
     removed = [name for name in before if name not in wanted.node_names]
     if stopped := launch.await_end(directory, removed, clock, _say):
         _say(f"stopped {', '.join(stopped)}")
-    if file != running:
+    if file == running:
+        _remember(running)
+    else:
         _say(f"{running} is as it was: a coordinator that is started anew reads it")
 
 
@@ -650,6 +660,24 @@ def _say(line: str) -> None:
     click.echo(line, err=True)
 
 
+def _running_cluster(path: Path) -> Cluster:
+    """What is needed to reach a cluster that runs: from its file, or from the file as it was if it has faults by now."""
+    try:
+        return read_cluster(path, needs_model=False)
+    except TopologyError as error:
+        text = last_good_text(path)
+        if text is None:
+            raise
+        _say(f"{error}\nthe file as it was when the cluster was started or last changed is used instead")
+        return read_cluster_text(text, path, needs_model=False)
+
+
+def _remember(path: Path) -> None:
+    """Keep the file that the cluster runs by; where that cannot be, commands need the file without faults."""
+    with contextlib.suppress(OSError):
+        remember_good(path, path.read_text(encoding="utf-8-sig"))
+
+
 def _keys(cluster: Cluster, name: str) -> "Keys | None":
     from edge_runtime.transport.keys import load_keys
 
@@ -667,7 +695,7 @@ def _shape_links(shape: bool, cluster: Cluster, name: str) -> None:
 def _client(cluster: Cluster) -> "Client":
     from edge_runtime.client import Client
 
-    return Client(cluster.coordinator, _keys(cluster, "client"), SystemClock())
+    return Client(cluster.coordinator, _keys(cluster, "client"), SystemClock(), cluster.name)
 
 
 def _connect(client: "Client") -> None:

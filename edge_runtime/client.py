@@ -31,6 +31,7 @@ from edge_runtime.protocol import (
     TokenLogprobs,
     Tokens,
     Welcome,
+    refuse_mismatch,
 )
 from edge_runtime.transport.endpoint import Channel, Sent, next_call_id
 from edge_runtime.transport.keys import Keys
@@ -130,14 +131,23 @@ class Answer:
 class Client:
     """A connection to one coordinator. One thread."""
 
-    def __init__(self, address: str, keys: Keys | None, clock: Clock) -> None:
+    def __init__(self, address: str, keys: Keys | None, clock: Clock, cluster: str = "") -> None:
+        """cluster: the name it must have, empty for any."""
         self.address = address
+        self._hello = Hello(node="client", role="client", cluster=cluster)
         self._clock = clock
         self._channel = Channel(address, name="coordinator", keys=keys)
 
     def connect(self, timeout_s: float = CONNECT_S) -> None:
-        """Greet the coordinator. Raises PeerError or Refusal with one sentence."""
-        self._channel.request(Hello(node="client", role="client"), Welcome, timeout_s)
+        """Greet the coordinator. Raises PeerError or Refusal with one sentence, ClusterError if it is none, or another's."""
+        welcome = self._channel.request(self._hello, Welcome, timeout_s).message
+        assert isinstance(welcome, Welcome)
+        if welcome.role != "coordinator":
+            raise ClusterError(
+                f"{self.address} is node {welcome.node}, expected a coordinator; look at `coordinator` in the topology file"
+            )
+        if (mismatch := refuse_mismatch(welcome, self._hello)) is not None:
+            raise mismatch.as_error()
 
     def reconnect(self) -> None:
         """Start over with a new connection; `connect` comes next."""
@@ -279,7 +289,7 @@ class Client:
                 answer.refused = message
                 answer.submitted = False
                 if message.reason == "handshake":  # it knows us no more: greet, then ask again
-                    self._channel.send(Hello(node="client", role="client"), call_id=next_call_id())
+                    self._channel.send(self._hello, call_id=next_call_id())
                 if message.retry_after_s is not None and now < give_up_s:
                     answer.retry_at_s = now + message.retry_after_s
                 else:

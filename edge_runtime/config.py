@@ -22,6 +22,16 @@ DEFAULT_TOPOLOGY = Path("topology.toml")
 _START_TOLERANCE_S = 1.5
 
 
+LAST_GOOD = "topology.good"
+
+
+class LastGood(msgspec.Struct, frozen=True):
+    """The topology file that a coordinator was started with, or that was applied since: its path and all of its text."""
+
+    source: str
+    text: str
+
+
 class ProcessRecord(msgspec.Struct, frozen=True):
     """One process of ours: enough to find it again and never to mistake another one for it.
 
@@ -64,9 +74,56 @@ def state_dir(topology_path: Path) -> Path:
     `<base>/<cluster name>`, where base is $EDGE_RUNTIME_STATE or `.edge-runtime` beside the topology file.
     The folder need not exist: whoever writes there makes it.
     """
+    base = _state_base(topology_path)
+    try:
+        named = base / _folder_name(_cluster_name(topology_path))
+    except ConfigError:
+        running = _folder_of_running(base, topology_path)
+        if running is None:
+            raise
+        return running  # edited into something that is no TOML, while its cluster runs
+    if not named.is_dir():  # or to another name
+        return _folder_of_running(base, topology_path) or named
+    return named
+
+
+def remember_good(topology_path: Path, text: str) -> None:
+    """Keep the text of a file that a cluster runs by, so that commands reach it however the file is edited."""
+    write_whole(
+        state_dir(topology_path) / LAST_GOOD,
+        msgspec.json.encode(LastGood(str(topology_path.absolute()), text)),
+    )
+
+
+def last_good_text(topology_path: Path) -> str | None:
+    """The text of that file as a coordinator of this machine last ran by it; None if that is not known."""
+    try:
+        found = _read_good(state_dir(topology_path))
+    except ConfigError:
+        return None
+    return found.text if found is not None and found.source == str(topology_path.absolute()) else None
+
+
+def _read_good(folder: Path) -> LastGood | None:
+    try:
+        return msgspec.json.decode((folder / LAST_GOOD).read_bytes(), type=LastGood)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _state_base(topology_path: Path) -> Path:
     variable = os.environ.get(STATE_VARIABLE)
-    base = Path(variable).absolute() if variable else topology_path.absolute().parent / ".edge-runtime"
-    return base / _folder_name(_cluster_name(topology_path))
+    return Path(variable).absolute() if variable else topology_path.absolute().parent / ".edge-runtime"
+
+
+def _folder_of_running(base: Path, topology_path: Path) -> Path | None:
+    """Where processes are recorded that run by this file as it was."""
+    source = str(topology_path.absolute())
+    for path in sorted(base.glob(f"*/{LAST_GOOD}")):
+        found = _read_good(path.parent)
+        if found is not None and found.source == source and any(map(is_running, read_records(path.parent))):
+            return path.parent
+    return None
 
 
 def record_process(name: str, pid: int) -> ProcessRecord:
@@ -77,13 +134,17 @@ def record_process(name: str, pid: int) -> ProcessRecord:
 
 def write_record(directory: Path, record: ProcessRecord) -> Path:
     """Write `<directory>/<name>.json` so that a reader sees the old file or the new one, never half of it."""
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{_folder_name(record.name)}.json"
-    text = msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=".record-", delete=False) as scratch:
-        scratch.write(text)
-    os.replace(scratch.name, path)
+    write_whole(path, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
     return path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old one or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".record-", delete=False) as scratch:
+        scratch.write(content)
+    os.replace(scratch.name, path)
 
 
 def read_record(path: Path) -> ProcessRecord | None:

@@ -124,8 +124,9 @@ def _peers(cluster: Cluster, clock: Clock) -> Iterator[Finding]:
             )
             continue
         try:
+            hello = Hello(node="client", role="client", cluster=cluster.name)
             with Channel(address, name=name, keys=keys, clock=clock) as channel:
-                welcome = channel.request(Hello(node="client", role="client"), Welcome, REACH_S).message
+                welcome = channel.request(hello, Welcome, REACH_S).message
             found = getattr(welcome, "node", "")
             is_it = "" if found == name else f", expected {name}; another cluster's port?"
             yield Finding(name, found == name, f"{address} answers as {found}{is_it}", EXIT_CLUSTER)

@@ -30,7 +30,7 @@ from edge_runtime.config import (
     state_dir,
     write_record,
 )
-from edge_runtime.errors import EXIT_USER, ClusterError, ConfigError, PeerError, UserError
+from edge_runtime.errors import EXIT_USER, ClusterError, ConfigError, PeerError, Refusal, UserError
 from topology.cluster import Cluster
 
 log = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ def _try_connect(connect: Callable[[], Client]) -> Client | None:
     client = connect()
     try:
         client.connect(0.5)
-    except PeerError:
+    except (PeerError, Refusal):  # a refusal is another cluster's, whose port ours wants: ours will say so
         client.close()
         return None
     except BaseException:

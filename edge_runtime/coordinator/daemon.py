@@ -109,6 +109,7 @@ class CoordinatorDaemon:
         self._identity = Welcome(
             node="coordinator",
             role="coordinator",
+            cluster=cluster.name,
             model_hash=model_hash,
             pid=os.getpid(),
             incarnation=secrets.token_hex(8),
@@ -217,7 +218,8 @@ class CoordinatorDaemon:
             self._server.send(peer, refused, call_id=envelope.call_id)
 
     def _greet(self, peer: bytes, hello: Hello, call_id: int) -> None:
-        refused = refuse_mismatch(hello, Hello(node="coordinator", model_hash=self._identity.model_hash))
+        ours = Hello(node="coordinator", cluster=self._cluster.name, model_hash=self._identity.model_hash)
+        refused = refuse_mismatch(hello, ours)
         if refused is None and self._keys and hello.role != "client" and self._server.key_owner != hello.node:
             refused = Refused("key", f"the key used is {self._server.key_owner}'s, not {hello.node}'s")
         if refused is None and hello.role == "coordinator":

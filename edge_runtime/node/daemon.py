@@ -76,6 +76,7 @@ log = logging.getLogger(__name__)
 WAIT_S = 0.25  # longest sleep of the control loop: timers are this exact
 PROGRESS_S = 2.0  # a wait longer than this says what is awaited
 GREET_AGAIN_S = 1.0
+LOADER_ENDS_S = 2.0  # how long a share that is being loaded may take to be given up when the node stops
 SWITCH_INTERVAL_S = 0.0005  # Python's default of 5 ms would hold an engine step up for as long
 ACTIVATION_DTYPE = "float32"
 
@@ -101,6 +102,7 @@ class NodeDaemon:
         self._clock = clock
         self._identity = Hello(
             node=node.name,
+            cluster=cluster.name,
             role="home" if node.holds_trunk else "node",
             model_hash=checkpoint.model_hash,
             dtype=ACTIVATION_DTYPE,
@@ -347,7 +349,9 @@ class NodeDaemon:
         loader.join()
         if loader.crash is not None:
             raise loader.crash
-        if loader.share is None:
+        if loader.share is None and not loader.is_wanted:
+            log.info("epoch %d was released before it was loaded", loader.epoch)
+        elif loader.share is None:
             log.error("epoch %d not loaded: %s", loader.epoch, loader.fault)
             self._send(DeployFailed(loader.epoch, loader.fault))
         elif not loader.is_wanted:  # released before it was there
@@ -558,9 +562,15 @@ class NodeDaemon:
         self._weights.stop()
         self._stages.stop()
         self._stages.join(2.0)
+        if self._loader is not None:
+            self._loader.is_wanted = False
+            self._loader.join(LOADER_ENDS_S)
         for share in self._shares.values():
             share.close()
         self._clock.sleep(0.05)  # let the last messages leave: linger is 0
         self._coordinator.close()
         self._server.close()
-        self._waker.close()
+        if (
+            self._loader is None or not self._loader.is_alive()
+        ):  # it would wake whatever has the number by then
+            self._waker.close()

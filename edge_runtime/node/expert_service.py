@@ -197,6 +197,7 @@ class ExpertService(threading.Thread):
         own = self._identity
         return Welcome(
             node=own.node,
+            cluster=own.cluster,
             role=own.role,
             model_hash=own.model_hash,
             dtype=own.dtype,

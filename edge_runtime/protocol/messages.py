@@ -53,6 +53,7 @@ class _Identity(Message, frozen=True):
     """Who speaks and what it would compute with.
 
     node          name in the topology file; of a client, any name
+    cluster       name of the cluster that its topology file describes, empty if it does not matter
     model_hash, dtype, calibration_hash
                   what must be equal on both sides for their rows to mean the same; empty if not known (yet)
     numerics      which bits its kernels give: nodes that differ here still agree within rounding, so they work together,
@@ -72,6 +73,7 @@ class _Identity(Message, frozen=True):
     pid: Count = 0
     incarnation: Name = ""
     expert_address: Name = ""
+    cluster: Name = ""
 
 
 class Hello(_Identity, frozen=True):
@@ -107,7 +109,7 @@ def refuse_mismatch(theirs: Hello | Welcome, ours: Hello | Welcome) -> Refused |
         return Refused(
             "version", f"{ours.node} speaks protocol {ours.protocol}, {theirs.node} {theirs.protocol}"
         )
-    for field in ("model_hash", "dtype", "calibration_hash"):
+    for field in ("cluster", "model_hash", "dtype", "calibration_hash"):
         found, expected = getattr(theirs, field), getattr(ours, field)
         if found and expected and found != expected:
             what = field.replace("_", " ")

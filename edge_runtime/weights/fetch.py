@@ -279,6 +279,7 @@ class Fetcher:
         ahead = list(reversed(chunks))
         heard_s = self._clock.now()
         while ahead or asked:
+            self._refuse_if_unwanted()
             while ahead and len(asked) < WINDOW:
                 chunk, call_id = ahead.pop(), next_call_id()
                 asked[call_id] = chunk
@@ -286,7 +287,6 @@ class Fetcher:
                     raise channel.lost_error()
             envelope = channel.receive(SLICE_S)
             if envelope is None:
-                self._refuse_if_unwanted()
                 if channel.is_lost():
                     raise channel.lost_error()
                 if self._clock.now() - heard_s > self._stall_s:

@@ -58,7 +58,7 @@ def model_for_node(
     folder = folder_of(cluster)
     if folder is not None:
         return Checkpoint.open(folder), None
-    hello = Hello(node=node.name, role="loader")
+    hello = Hello(node=node.name, cluster=cluster.name, role="loader")
     channel = Channel(cluster.coordinator, name=COORDINATOR, keys=keys, clock=clock)
     with channel:
         link = Link(channel, hello)

@@ -11,13 +11,13 @@ import errno
 import fcntl
 import logging
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from edge_runtime.config import write_whole
 from edge_runtime.errors import ConfigError
 from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.checkpoint import Checkpoint
@@ -103,9 +103,7 @@ class CacheFolder:
         path = self.folder / MANIFEST
         if not path.exists() or path.read_bytes() != text:
             (self.folder / JOURNAL).write_bytes(b"")
-            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".manifest-", delete=False) as scratch:
-                scratch.write(text)
-            os.replace(scratch.name, path)
+            write_whole(path, text)
         for entry in self.manifest.files:
             file = self.folder / entry.name
             file.parent.mkdir(exist_ok=True)

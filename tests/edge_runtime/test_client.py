@@ -319,6 +319,41 @@ def test_nobody_at_the_address_is_told_in_time():
         client.connect(0.1)
 
 
+@pytest.mark.parametrize(
+    ("welcome", "cluster", "expected"),
+    [
+        (
+            Welcome("attic", role="node"),
+            "home",
+            "is node attic, expected a coordinator; look at `coordinator`",
+        ),
+        (
+            Welcome("coordinator", "coordinator", cluster="work"),
+            "home",
+            "cluster: client has home, coordinator has work",
+        ),
+        (Welcome("coordinator", "coordinator", cluster="home"), "home", None),
+        (Welcome("coordinator", "coordinator", cluster="home"), "", None),
+    ],
+)
+def test_another_clusters_coordinator_or_a_node_at_the_address_is_told(welcome, cluster, expected):
+    def answer() -> None:
+        peer, envelope = server.receive(SOON_S)
+        assert envelope.message.cluster == cluster
+        server.send(peer, welcome, call_id=envelope.call_id)
+
+    with Server("127.0.0.1:0") as server:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with Client(server.address, None, SystemClock(), cluster) as client:
+            if expected is None:
+                client.connect(SOON_S)
+            else:
+                with pytest.raises(ClusterError, match=expected):
+                    client.connect(SOON_S)
+        thread.join()
+
+
 def test_a_refused_greeting_says_why():
     server = Server("127.0.0.1:0")
     thread = threading.Thread(target=lambda: _refuse_one(server))

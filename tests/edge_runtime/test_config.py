@@ -12,10 +12,12 @@ import pytest
 from edge_runtime.config import (
     ProcessRecord,
     is_running,
+    last_good_text,
     log_path,
     read_record,
     read_records,
     record_process,
+    remember_good,
     remove_record,
     resolve_topology_path,
     state_dir,
@@ -91,6 +93,26 @@ def test_a_file_that_is_not_toml_is_the_users_to_mend(tmp_path):
     path.write_text("[cluster\n")
     with pytest.raises(ConfigError, match="cannot be read"):
         state_dir(path)
+
+
+@pytest.mark.parametrize("edited", ["[cluster\n", '[cluster]\nname = "other"\n', "[cluster]\nname = 5\n"])
+def test_a_file_edited_while_its_cluster_runs_still_leads_to_it(tmp_path, edited):
+    path = write_topology(tmp_path / "topology.toml", name="home")
+    text, folder = path.read_text(), state_dir(path)
+    remember_good(path, text)
+    write_record(folder, record_process("coordinator", os.getpid()))
+    path.write_text(edited)
+    assert state_dir(path) == folder and last_good_text(path) == text
+    other = tmp_path / "other.toml"
+    other.write_text(edited)
+    assert last_good_text(other) is None
+
+
+def test_a_file_whose_cluster_has_ended_is_taken_as_it_is_now(tmp_path):
+    path = write_topology(tmp_path / "topology.toml", name="home")
+    remember_good(path, path.read_text())
+    write_topology(path, name="other")
+    assert state_dir(path).name == "other" and last_good_text(path) is None
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path):

@@ -192,3 +192,20 @@ def test_every_node_stays_within_its_share_and_350_megabytes(
         for node in cluster.status()["nodes"]:
             resident = psutil.Process(node["pid"]).memory_info().rss
             assert resident <= node["weight_bytes"] + kv_bytes[node["name"]] + 350_000_000, node["name"]
+
+
+@pytest.mark.parametrize("fault", ["] [", "memory = 5"])
+def test_a_file_edited_into_a_fault_still_reaches_its_cluster_and_says_the_fault(
+    one_node: LocalCluster, fault: str
+) -> None:
+    text = one_node.topology.read_text()
+    try:
+        one_node.topology.write_text(text.replace("[cluster]\n", f"[cluster]\n{fault}\n", 1))
+        status = one_node.cli("status", "--json")
+        applied = one_node.cli("apply", one_node.topology)
+    finally:
+        one_node.topology.write_text(text)
+    assert status.exit_code == 0 and json.loads(status.stdout)["ready"], status
+    *told, last = status.stderr.splitlines()
+    assert "topology.toml, line " in told[0] and "as it was when the cluster was started" in last
+    assert applied.exit_code == 2 and "line " in applied.stderr

@@ -3,6 +3,7 @@
 A giver answers Hello and questions for weights, and changes what it answers as the test says.
 """
 
+import collections
 import threading
 from collections.abc import Callable
 from typing import Self
@@ -10,7 +11,7 @@ from typing import Self
 import numpy
 
 from edge_runtime.clock import SystemClock
-from edge_runtime.protocol import ChunkData, Hello, Welcome
+from edge_runtime.protocol import ChunkData, Hello, Message, Welcome
 from edge_runtime.transport.endpoint import Server
 from edge_runtime.weights.fetch import Address
 from edge_runtime.weights.service import Reply, WeightsService
@@ -41,7 +42,10 @@ def silent_after(count: int) -> Change:
 
 
 class Giver:
-    """One source. `chunks_sent` counts chunks; a giver that is `gone_after` so many closes its socket without a word."""
+    """One source. `chunks_sent` counts chunks; a giver that is `gone_after` so many closes its socket without a word.
+
+    heard  what nodes said that are not questions: to play a coordinator, which tells them things with `tell`
+    """
 
     def __init__(
         self,
@@ -55,6 +59,9 @@ class Giver:
     ) -> None:
         self.chunks_sent = 0
         self.hello: Hello | None = None
+        self.heard: list[Message] = []
+        self._node: bytes | None = None
+        self._to_tell: collections.deque[Message] = collections.deque()
         self._name = name
         self._model_hash = store.manifest.model_hash
         self._change = change
@@ -73,12 +80,18 @@ class Giver:
                 peer, envelope = received
                 if isinstance(envelope.message, Hello):
                     self.hello = envelope.message
+                    if self.hello.role != "loader":
+                        self._node = peer
                     welcome = Welcome(node=self._name, model_hash=self._model_hash)
                     self._server.send(peer, welcome, call_id=envelope.call_id)
+                elif peer == self._node:
+                    self.heard.append(envelope.message)
                 else:
                     refused = self._service.offer(peer, envelope.call_id, envelope.message)
                     if refused is not None:
                         self._server.send(peer, refused, call_id=envelope.call_id)
+            while self._to_tell and self._node is not None:
+                assert self._server.send(self._node, self._to_tell.popleft())
             for reply in self._service.replies():
                 if isinstance(reply.message, ChunkData):
                     if self.chunks_sent == self._gone_after:
@@ -91,6 +104,10 @@ class Giver:
                         changed.peer, changed.message, call_id=changed.call_id, tensors=changed.tensors
                     )
         self._server.close()
+
+    def tell(self, *messages: Message) -> None:
+        """Send these to the node that greeted, as soon as it has."""
+        self._to_tell.extend(messages)
 
     def close(self) -> None:
         self._stopping = True

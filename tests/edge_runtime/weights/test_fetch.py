@@ -25,7 +25,7 @@ from tests.support.clusters import free_ports_to_listen, wait_for
 from tests.support.givers import CLOCK, Giver, garbage, short, silent_after
 from tests.support.messages import expert_call
 
-ME = Hello(node="me", model_hash="")
+ME = Hello(node="me", role="loader")
 
 
 @pytest.fixture
