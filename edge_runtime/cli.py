@@ -413,11 +413,12 @@ def gateway(
     from edge_runtime.gateway.answering import Answering
     from edge_runtime.gateway.app import Gateway
     from edge_runtime.model.tokenizer import Tokenizer
+    from edge_runtime.weights.locate import whole_folder
 
     cluster = read_cluster(resolve_topology_path(topology))
     setup_logging("gateway")
     api_key = server.read_api_key(api_key_file, address)
-    tokenizer = Tokenizer.open(cluster.model)
+    tokenizer = Tokenizer.open(whole_folder(cluster, _say))
     _client(cluster).close()  # what is wrong with its keys is said before anything is served
     name = model_name or Path(cluster.model).name
     served = Gateway(

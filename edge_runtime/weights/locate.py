@@ -36,11 +36,15 @@ def folder_of(cluster: Cluster) -> Path | None:
     return folder if is_there else None
 
 
+def whole_folder(cluster: Cluster, say: Say) -> Path:
+    """The model's folder, fetched from the hub first where the file names one of its ids."""
+    model_id = hub.model_id(cluster.model)
+    return Path(cluster.model) if model_id is None else hub.fetch_model(model_id, say)
+
+
 def open_model(cluster: Cluster, say: Say) -> Checkpoint:
-    """The whole model, fetched from the hub first where the file names one of its ids."""
-    if (model_id := hub.model_id(cluster.model)) is not None:
-        return Checkpoint.open(hub.fetch_model(model_id, say))
-    return Checkpoint.open(cluster.model)
+    """The whole model."""
+    return Checkpoint.open(whole_folder(cluster, say))
 
 
 def located(cluster: Cluster, checkpoint: Checkpoint) -> Cluster:
