@@ -22,9 +22,11 @@ from topology.step_time import (
     WIRE_ITEM_BYTES,
     ExpertShares,
     GroupPrediction,
+    StepPrediction,
     expert_seconds,
     hop_seconds,
-    predict_stages,
+    hops_seconds,
+    predict_home_step,
     trunk_seconds,
 )
 from topology.workload import Workload
@@ -60,7 +62,12 @@ class Estimate:
             for name, node in self.nodes.items()
             for has_trunk in (False, True)
         }
+        # The same stage, with the same helpers for its experts, comes back in many plans and batches.
         self._predictions: dict[tuple[object, ...], GroupPrediction] = {}
+        self._steps: dict[tuple[object, ...], StepPrediction] = {}
+        self._helped: dict[tuple[object, ...], list[tuple[str, float]]] = {}
+        self._splits: dict[tuple[object, ...], ExpertShares] = {}
+        self._covered: dict[Stage, float] = {}
 
     # Memory.
 
@@ -122,16 +129,28 @@ class Estimate:
         """One step of a group of the plan (groups, hosts)."""
         key = (group, batch, tuple(groups), hosts, workload.context_tokens)
         if key not in self._predictions:
-            shares = [self._shares(stage, groups, hosts) for stage in group.stages]
-            self._predictions[key] = predict_stages(
+            steps = tuple(self._step(stage, batch, groups, hosts, workload) for stage in group.stages)
+            hops_s = hops_seconds(self.footprint, self.machines, group.stages, batch)
+            self._predictions[key] = GroupPrediction(batch, steps, hops_s)
+        return self._predictions[key]
+
+    def _step(
+        self, stage: Stage, batch: int, groups: Sequence[GroupPlan], hosts: frozenset[str], workload: Workload
+    ) -> StepPrediction:
+        shares = self._shares(stage, groups, hosts)
+        key = (stage, batch, id(shares), workload.context_tokens)
+        if key not in self._steps:
+            self._steps[key] = predict_home_step(
                 self.footprint,
                 self.machines,
-                group.stages,
-                shares,
+                home=stage.node,
+                shares=shares,
                 batch=batch,
+                first_layer=stage.first_layer,
+                last_layer=stage.last_layer,
                 context_tokens=workload.context_tokens,
             )
-        return self._predictions[key]
+        return self._steps[key]
 
     def score(self, groups: Sequence[GroupPlan], hosts: frozenset[str], workload: Workload) -> float:
         """Seconds per token of a plan, as its workload counts them; infinite if it cannot be."""
@@ -142,25 +161,46 @@ class Estimate:
         )
 
     def _shares(self, stage: Stage, groups: Sequence[GroupPlan], hosts: frozenset[str]) -> ExpertShares:
-        """What a stage holds itself, and who holds the rest: those with most room first, as `host_choice` would ask."""
-        layers = [layer for layer in self.moe if layer in stage.layers]
-        share = self.coverage(stage.node, stage.first_layer, stage.last_layer)
-        share = max(0.0, share) if stage.node in hosts else 0.0
+        """What a stage holds itself, and who holds the rest: those with most room first, as `host_choice` would ask.
+
+        One object for the same stage, share and helpers, whatever plan they are part of.
+        """
+        layers = tuple(layer for layer in self.moe if layer in stage.layers)
+        share = max(0.0, self._coverage_of(stage)) if stage.node in hosts else 0.0
         same_layers = [
-            self.coverage(other.node, other.first_layer, other.last_layer)
+            self._coverage_of(other)
             for group in groups
             for other in group.stages
-            if other.node in hosts and set(other.layers) & set(stage.layers)
+            if other.node in hosts
+            and other.first_layer < stage.last_layer
+            and stage.first_layer < other.last_layer
         ]
         at_homes = sum(max(0.0, other) for other in same_layers)
         if at_homes > self.cluster.memory_ratio:  # fewer copies are allowed than the homes could hold
             share *= self.cluster.memory_ratio / at_homes
-        return self._split(layers, share, self._helpers(stage.node, groups, hosts))
+        helpers = [] if share >= 1 else self._helpers(stage.node, groups, hosts)
+        key = (layers, share, tuple(helpers))
+        if key not in self._splits:
+            self._splits[key] = self._split(layers, share, helpers)
+        return self._splits[key]
+
+    def _coverage_of(self, stage: Stage) -> float:
+        if stage not in self._covered:
+            self._covered[stage] = self.coverage(stage.node, stage.first_layer, stage.last_layer)
+        return self._covered[stage]
 
     def _helpers(
         self, home: str, groups: Sequence[GroupPlan], hosts: Collection[str]
     ) -> list[tuple[str, float]]:
         """(node, share of all experts that it has room for), most first."""
+        key = (home, tuple(groups), hosts)
+        if key not in self._helped:
+            self._helped[key] = self._find_helpers(home, groups, hosts)
+        return self._helped[key]
+
+    def _find_helpers(
+        self, home: str, groups: Sequence[GroupPlan], hosts: Collection[str]
+    ) -> list[tuple[str, float]]:
         stages = {stage.node: stage for group in groups for stage in group.stages}
         found = []
         for name in self.nodes:

@@ -3,6 +3,7 @@
 Knows no cluster and no model, only shelves.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
@@ -27,31 +28,39 @@ def add_replicas(
     one that the fewest homes have. A copy goes to a home of its layer rather than to a mere host, since it saves the
     home a round trip, and there to the one with the least burden: emptiest, weighed by speed.
     """
-    copies = {expert: sum(expert in shelf.experts for shelf in shelves) for expert in experts}
+    copies = Counter(expert for shelf in shelves for expert in shelf.experts)
+    homes = _num_homes(shelves)
 
     def turn(expert: ExpertId) -> tuple[bool, float, int, int, int]:
         wanted = demand.get(expert, 0.0) if demand is not None else 1.0
-        num_homes = sum(expert in shelf.experts for shelf in shelves if shelf.is_home_of(expert))
         # By index before layer: where the room ends early, no layer has been favoured.
-        return copies[expert] >= 2, -wanted / copies[expert], num_homes, expert.index, expert.layer
+        return copies[expert] >= 2, -wanted / copies[expert], homes[expert], expert.index, expert.layer
 
     queue = [(turn(expert), expert) for expert in experts]
     heapify(queue)
     num_added = 0
     least = min((size for shelf in shelves for size in shelf.layer_sizes if size), default=0)
     roomy = [shelf for shelf in shelves if shelf.free_bytes >= least]  # the others are not worth asking
-    while queue and num_added < max_replicas:
+    while queue and roomy and num_added < max_replicas:
         _, expert = heappop(queue)
-        shelf = _choose_shelf(roomy, expert) or _make_room(shelves, expert)
+        shelf = _choose_shelf(roomy, expert)
         if shelf is None:
-            continue  # nor will it find room later: what is free only shrinks
+            shelf = _make_room(shelves, expert)
+            if shelf is None:
+                continue  # nor will it find room later: what is free only shrinks
+            homes = _num_homes(shelves)  # another expert moved for it
         shelf.put(expert)
-        if shelf.free_bytes < least:
-            roomy = [shelf for shelf in roomy if shelf.free_bytes >= least]
+        homes[expert] += shelf.is_home_of(expert)
+        roomy = [shelf for shelf in roomy if shelf.free_bytes >= least]
         copies[expert] += 1
         num_added += 1
         heappush(queue, (turn(expert), expert))
     return num_added
+
+
+def _num_homes(shelves: Sequence[Shelf]) -> Counter[ExpertId]:
+    """Expert -> how many homes of its layer hold it."""
+    return Counter(expert for shelf in shelves for expert in shelf.experts if shelf.is_home_of(expert))
 
 
 def _choose_shelf(shelves: Sequence[Shelf], expert: ExpertId) -> Shelf | None:

@@ -346,14 +346,19 @@ def predict_stages(
         )
         for stage, share in zip(stages, shares, strict=True)
     )
-    hops_s = 0.0
-    if len(stages) > 1:
-        row_bytes = batch * footprint.width * WIRE_ITEM_BYTES
-        for index, stage in enumerate(stages):
-            receiver = stages[(index + 1) % len(stages)].node
-            carried = row_bytes if index + 1 < len(stages) else batch * 4  # the last sends the token ids back
-            hops_s += hop_seconds(machines.link(stage.node, receiver), machines.speed(receiver), carried)
-    return GroupPrediction(batch, steps, hops_s)
+    return GroupPrediction(batch, steps, hops_seconds(footprint, machines, stages, batch))
+
+
+def hops_seconds(footprint: ModelFootprint, machines: Machines, stages: Sequence[Stage], batch: int) -> float:
+    """On the wire between the stages of a group and back to the first, all together; 0 for a plain home."""
+    if len(stages) == 1:
+        return 0.0
+    row_bytes, seconds = batch * footprint.width * WIRE_ITEM_BYTES, 0.0
+    for index, stage in enumerate(stages):
+        receiver = stages[(index + 1) % len(stages)].node
+        carried = row_bytes if index + 1 < len(stages) else batch * 4  # the last sends the token ids back
+        seconds += hop_seconds(machines.link(stage.node, receiver), machines.speed(receiver), carried)
+    return seconds
 
 
 class PlacementClock:

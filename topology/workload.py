@@ -70,14 +70,12 @@ def growing_counts(most: int) -> list[int]:
 def period_s(predict: Predict, group: GroupPlan, requests: int) -> float:
     """Seconds between two tokens of each of `requests` requests of one group.
 
-    A pipeline may cut them into as many batches as it has stages: then stages work side by side, and a batch comes
-    round after its own way, or when the slowest stage has served all the others.
+    A pipeline cuts them into as many batches as it has stages: stages work side by side, and a batch comes round after
+    its own way, or when the slowest stage has served all the others.
     """
-    best = float("inf")
-    for num_batches in range(1, min(len(group.stages), requests) + 1):
-        prediction = predict(group, -(-requests // num_batches))
-        best = min(best, max(prediction.latency_s, num_batches * prediction.slowest_s))
-    return best
+    num_batches = min(len(group.stages), requests)
+    prediction = predict(group, -(-requests // num_batches))
+    return max(prediction.latency_s, num_batches * prediction.slowest_s)
 
 
 def _shares(amount: int, rates: Sequence[float]) -> list[int]:
