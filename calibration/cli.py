@@ -1,5 +1,6 @@
 """The command `edge-runtime calibrate`. Heavy imports are inside."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,20 +93,13 @@ def run(
     threads: int | None,
 ) -> None:
     """Read text through the exact model and write the artifact."""
-    import os
-
-    import torch
-
     from calibration.calibrate import Options
     from calibration.calibrate import calibrate as measure
     from calibration.requests import Lengths
     from edge_runtime.artifacts import artifact_folder
     from edge_runtime.clock import SystemClock
-    from kernels import ops
 
-    threads = threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
-    ops.set_num_threads(threads)
+    threads = use_threads(threads)
     out = out or artifact_folder(model)
     clock = SystemClock()
     began = clock.now()
@@ -165,7 +159,7 @@ def prism(
     from edge_runtime.artifacts import artifact_folder
     from edge_runtime.clock import SystemClock
 
-    threads = _threads(threads)
+    threads = use_threads(threads)
     torch.set_num_threads(1)  # experts are fitted side by side
     out = out or artifact_folder(model)
     clock = SystemClock()
@@ -207,14 +201,12 @@ def gate(
     threads: int | None,
 ) -> None:
     """Tune a gate over the sub-experts that `calibrate prism` made. Experts and trunk stay as they are."""
-    import torch
-
     from calibration.gate_finetune import TuneSettings
     from calibration.tune import TuneOptions, tune_gate
     from edge_runtime.artifacts import artifact_folder
     from edge_runtime.clock import SystemClock
 
-    torch.set_num_threads(_threads(threads))
+    use_threads(threads)
     out = out or artifact_folder(model)
     clock = SystemClock()
     began = clock.now()
@@ -232,12 +224,14 @@ def gate(
     click.echo(str(out))
 
 
-def _threads(asked: int | None) -> int:
-    import os
+def use_threads(threads: int | None) -> int:
+    """Compute on so many threads, or on every core this process may use. Returns how many."""
+    import torch
 
     from kernels import ops
 
-    threads = asked or len(os.sched_getaffinity(0))
+    threads = threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
     ops.set_num_threads(threads)
     return threads
 

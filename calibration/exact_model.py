@@ -33,10 +33,30 @@ class Step(NamedTuple):
     """Rows of some requests that are computed together; T rows, B requests."""
 
     token_ids: Tensor  # [T] int32
-    batch: Any  # AttentionBatch, or TwoHalves
+    place: AttentionBatch  # where each row stands in its whole request
+    encoder_tokens: Tensor | None  # [B] int32, of models with an encoder
     request: Tensor  # [T] int64, index among the step's requests
     is_decode: Tensor  # [T] bool, whether the row decodes (else it is the prompt's)
     next_ids: Tensor  # [T] int64, the token that follows in the text; -1 where none does or none is predicted
+
+    @property
+    def batch(self) -> Any:
+        """What the decoder takes: AttentionBatch, or TwoHalves."""
+        return self.place if self.encoder_tokens is None else two_halves(self.place, self.encoder_tokens)
+
+    def rows(self, index: Tensor) -> "Step":
+        """Some rows [n] of it; what they attend to must have been run before, or be among them."""
+        place = self.place
+        return Step(
+            self.token_ids[index],
+            AttentionBatch(
+                place.positions[index], place.slots[index], place.row_request[index], place.block_tables
+            ),
+            self.encoder_tokens,
+            self.request[index],
+            self.is_decode[index],
+            self.next_ids[index],
+        )
 
 
 class Routed(NamedTuple):
@@ -129,18 +149,17 @@ class ExactModel:
         table = np.stack([np.pad(each, (0, widest - len(each))) for each in tables])
         ids, positions, is_decode, next_ids = (np.concatenate(each) for each in zip(*parts, strict=True))
         request = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
-        batch: Any = AttentionBatch(
+        place = AttentionBatch(
             positions=torch.from_numpy(positions.astype(np.int32)),
             slots=torch.from_numpy(np.concatenate(slots).astype(np.int32)),
             row_request=torch.from_numpy(request.astype(np.int32)),
             block_tables=torch.from_numpy(table),
         )
-        if encoder is not None:
-            counts = torch.tensor([len(request.prompt_ids) for request in requests], dtype=torch.int32)
-            batch = two_halves(batch, counts)
+        prompts = torch.tensor([len(request.prompt_ids) for request in requests], dtype=torch.int32)
         return Step(
             token_ids=torch.from_numpy(ids.astype(np.int32)),
-            batch=batch,
+            place=place,
+            encoder_tokens=None if encoder is None else prompts,
             request=torch.from_numpy(request),
             is_decode=torch.from_numpy(is_decode),
             next_ids=torch.from_numpy(next_ids),
@@ -154,29 +173,31 @@ class ExactModel:
         first_layer: int = 0,
         hidden: Tensor | None = None,
         saved: dict[int, Tensor | None] | None = None,
+        port: ExpertPort | None = None,
     ) -> Tensor:
         """Every layer from `first_layer` on; `look` sees what each routed layer chose, and may change it.
 
         hidden   [T, D] float32, the residual before `first_layer`, changed in place; None to begin with the tokens
+        port     who computes the routed experts; None for the model's own
         saved    for each layer that it names, gets a copy of the residual before that layer
         returns  hidden [T, D] float32, a view that the next step overwrites
         """
-        decoder = self.decoder
+        decoder, batch, port = self.decoder, step.batch, port or self.port
         if hidden is None:
-            hidden = decoder.embed(step.token_ids, step.batch)
+            hidden = decoder.embed(step.token_ids, batch)
         for layer in range(first_layer, self.spec.num_layers):
             if saved is not None and layer in saved:
                 saved[layer] = hidden.clone()
-            x, expert_ids, gate_weights = decoder.attention_segment(layer, hidden, step.batch)
+            x, expert_ids, gate_weights = decoder.attention_segment(layer, hidden, batch)
             if expert_ids is not None and gate_weights is not None:
                 logits = decoder.gate_logits(len(x))
                 routed = Routed(layer, decoder.routed, x, expert_ids, gate_weights, logits)
                 chosen = look(routed)
                 if chosen is not None:
                     expert_ids, gate_weights = chosen
-            missing = decoder.moe_segment(layer, hidden, x, expert_ids, gate_weights, self.port)
+            missing = decoder.moe_segment(layer, hidden, x, expert_ids, gate_weights, port)
             if missing is not None:
-                raise ConfigError(f"{self.checkpoint.folder} cannot be calibrated: {missing.why}")
+                raise ConfigError(f"{self.checkpoint.folder} cannot be run: {missing.why}")
         return hidden
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:

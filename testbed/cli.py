@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from testbed.bench_cli import bench
+from testbed.quality_cli import quality
 
 HERE = Path(__file__).resolve().parent
 
@@ -15,7 +16,10 @@ __all__ = ["bench", "testbed"]
 
 @click.group(epilog="\b\nExample:\n  edge-runtime testbed link desk attic --cut 10s")
 def testbed() -> None:
-    """Do to a running cluster on this machine what the world does to clusters."""
+    """Do to clusters and models on this machine what the world does to them, and measure what comes of it."""
+
+
+testbed.add_command(quality)
 
 
 @testbed.command(
