@@ -34,7 +34,7 @@ from edge_runtime.errors import (
     RequestError,
 )
 from edge_runtime.log import setup_logging
-from topology.cluster import Cluster, find_node
+from topology.cluster import Cluster, find_node, is_loopback
 from topology.errors import TopologyError
 from topology.files import HUB, read_cluster, read_cluster_text
 
@@ -486,7 +486,10 @@ def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bo
     checkpoint = open_model(cluster, _say)
     parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
     traits = find_traits(located(cluster, checkpoint), checkpoint.model_hash)
-    body = plan_body(cluster, parts, plan_placement(cluster, parts, traits=traits), traits)
+    cores = {node.name: float(os.cpu_count() or 1) for node in cluster.nodes if is_loopback(node.address)}
+    body = plan_body(
+        cluster, parts, plan_placement(cluster, parts, cores=cores, traits=traits), traits, cores
+    )
     click.echo(json.dumps(body) if as_json else plan_table(body))
 
 

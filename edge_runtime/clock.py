@@ -13,6 +13,9 @@ class Clock(Protocol):
     def sleep(self, seconds: float) -> None:
         """Let `seconds` pass."""
 
+    def processor_s(self) -> float:
+        """Processor seconds that all threads of this process have taken so far."""
+
 
 def wall_s() -> float:
     """Seconds since 1970, for what people and other programs read. Never for a length of time."""
@@ -28,6 +31,9 @@ class SystemClock:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def processor_s(self) -> float:
+        return time.process_time()
+
 
 class ManualClock:
     """A clock that moves only when told: for tests and the simulator."""
@@ -40,6 +46,9 @@ class ManualClock:
 
     def sleep(self, seconds: float) -> None:
         self.advance(seconds)
+
+    def processor_s(self) -> float:
+        return self._now
 
     def advance(self, seconds: float) -> None:
         if seconds < 0:

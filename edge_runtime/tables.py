@@ -1,5 +1,7 @@
 """Tables for people: `status` and `plan`. Text only; whoever has the numbers passes them in."""
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +13,10 @@ from topology.costs import ModelFootprint
 from topology.coverage import coverage_of
 from topology.explain import explain
 from topology.placement import Placement
+from topology.serving import default_counts, predict_serving
+from topology.speeds import machines_of
 from topology.traits import ExpertTraits
+from topology.units import format_byte_rate, format_duration, format_flops, format_rate
 
 MIB = 2**20
 MAX_WIDTH = 2000  # characters of a line: nothing is ever folded
@@ -60,7 +65,42 @@ def status_table(body: dict[str, Any]) -> str:
             str(report.get("calls_served", 0)),
         )
     faults = [f"{node['name']}: {node['fault']}" for node in body["nodes"] if node["fault"]]
-    return "\n".join([*head, "", _text(table), *faults])
+    return "\n".join([*head, "", _text(table), *faults, *_speed_lines(body)])
+
+
+def _speed_lines(body: dict[str, Any]) -> list[str]:
+    """Declared and measured speeds, where anything was measured."""
+    lines = []
+    for node in body["nodes"]:
+        speed = node["speed"]
+        if speed["measured"] is None:
+            continue
+        found, said = speed["measured"], speed["declared"]
+        parts = [
+            "memory " + _both(format_byte_rate, said["memory_bytes_per_s"], found["memory_bytes_per_s"]),
+            "compute " + _both(format_flops, said["flops"], found["flops"]),
+        ]
+        if found["experts"] is not None:
+            parts.append(f"experts {_rough(format_byte_rate, found['experts']['bytes_per_s'])}")
+        parts.append(f"a call {_rough(format_duration, found['call_overhead_s'])}")
+        lines.append(f"{node['name']}: {', '.join(parts)}")
+    for link in body["links"]:
+        said, found = link["declared"], link["measured"]
+        lines.append(
+            f"{link['between'][0]} - {link['between'][1]}: round trip {_rough(format_duration, said['rtt_s'])} declared, "
+            f"{_rough(format_duration, found['rtt_s'])} measured; {_rough(format_rate, said['bandwidth_bps'])} declared, "
+            f"{_rough(format_rate, found['bandwidth_bps'])} measured"
+        )
+    return ["", "speeds, measured:", *lines] if lines else []
+
+
+def _both(told: Callable[[float], str], declared: float | None, measured: float) -> str:
+    return ("" if declared is None else f"{_rough(told, declared)} declared, ") + _rough(told, measured)
+
+
+def _rough(told: Callable[[float], str], value: float) -> str:
+    """To three digits: a measurement has no more."""
+    return told(float(f"{value:.3g}"))
 
 
 def _group_line(group: dict[str, Any]) -> str:
@@ -73,10 +113,20 @@ def _group_line(group: dict[str, Any]) -> str:
 
 
 def plan_body(
-    cluster: Cluster, footprint: ModelFootprint, placement: Placement, traits: ExpertTraits | None = None
+    cluster: Cluster,
+    footprint: ModelFootprint,
+    placement: Placement,
+    traits: ExpertTraits | None = None,
+    cores: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """What `plan --json` prints: every node's share in bytes, and the whole; `coverage` where a model is calibrated."""
+    """What `plan --json` prints: every node's share in bytes, and the whole; `coverage` where a model is calibrated.
+
+    cores  node -> processors of its machine, for those that are known
+    """
     copies = placement.copies()
+    predicted = predict_serving(
+        footprint, machines_of(cluster, cores=cores), placement, default_counts(cluster.max_requests)
+    )
     return {
         "cluster": cluster.name,
         "model": cluster.model,
@@ -88,6 +138,11 @@ def plan_body(
         "placement": placement.rule,
         "load_bytes": sum(plan.trunk_bytes + plan.expert_bytes for plan in placement.nodes),
         "coverage": asdict(coverage_of(placement, traits)) if traits is not None else None,
+        "predicted": [
+            {"requests": one.requests, "seconds": one.seconds, "tokens_per_s": one.tokens_per_s}
+            for one in predicted
+            if math.isfinite(one.seconds)
+        ],
         "nodes": [asdict(row) for row in explain(placement, cluster, footprint)],
     }
 
@@ -112,7 +167,12 @@ def plan_table(body: dict[str, Any]) -> str:
         f"cluster {body['cluster']}: {body['experts']} experts in {body['copies']} copies "
         f"(at most {body['memory_ratio']:g} per expert), {body['replicated']} of them more than once; sizes in MiB"
     )
-    return "\n".join([head, _rule_line(body), "", _text(table), "", *reasons])
+    predicted = [
+        f"{one['requests']} at once {one['seconds'] * 1e3:.3g} ms ({one['tokens_per_s']:.0f} tok/s)"
+        for one in body["predicted"]
+    ]
+    told = f"between two tokens of a request, as predicted: {', '.join(predicted)}"
+    return "\n".join([head, _rule_line(body), "", _text(table), "", *reasons, *([told] if predicted else [])])
 
 
 def _rule_line(body: dict[str, Any]) -> str:

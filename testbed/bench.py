@@ -177,9 +177,9 @@ def _totals(body: dict[str, Any]) -> dict[str, float]:
     totals: dict[str, float] = {}
     for node in body["nodes"]:
         report = dict(node["report"])
-        for name, value in (
-            dict(report.pop("numbers", {})) | {"tokens_generated": report["tokens_generated"]}
-        ).items():
+        numbers = dict(report.pop("numbers", {}))
+        numbers.pop("processor_s", None)  # of an idle node it grows too
+        for name, value in (numbers | {"tokens_generated": report["tokens_generated"]}).items():
             totals[name] = totals.get(name, 0.0) + float(value)
     return totals
 

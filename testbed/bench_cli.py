@@ -12,7 +12,7 @@ PROMPTS = HERE / "prompts" / "domains.jsonl"
 DEMO = HERE / "models" / "edge-moe-demo"
 
 
-class _Several(click.ParamType):
+class Several(click.ParamType):
     """Some of the words it knows, separated by commas; numbers if it knows none."""
 
     name = "list"
@@ -48,7 +48,7 @@ class _Several(click.ParamType):
     help="Topology file; may be given again. Default: one node, then eight, with the demo model.",
 )
 @click.option(
-    "--streams", type=_Several(), help="Numbers of requests at once. Default: 1,4,16; with --peers 1,8,16."
+    "--streams", type=Several(), help="Numbers of requests at once. Default: 1,4,16; with --peers 1,8,16."
 )
 @click.option(
     "--max-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens of each answer."
@@ -74,7 +74,7 @@ class _Several(click.ParamType):
 @click.option(
     "--engine",
     "engines",
-    type=_Several(("own", "daemons", "transformers", "vllm", "llama.cpp")),
+    type=Several(("own", "daemons", "transformers", "vllm", "llama.cpp")),
     default="own,daemons,transformers,vllm,llama.cpp",
     show_default=True,
     help="With --peers: who takes part; who is not installed is left out.",
@@ -82,13 +82,13 @@ class _Several(click.ParamType):
 @click.option(
     "--format",
     "formats",
-    type=_Several(("bf16", "int8", "int4")),
+    type=Several(("bf16", "int8", "int4")),
     default="bf16",
     show_default=True,
     help="With --peers: weight formats, a table each; int8 and int4 are q8_0 and q4_0 in a GGUF.",
 )
 @click.option(
-    "--threads", type=_Several(), default="1", show_default=True, help="With --peers: threads, a table each."
+    "--threads", type=Several(), default="1", show_default=True, help="With --peers: threads, a table each."
 )
 @click.option(
     "--prefill-tokens",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from testbed.bench_cli import bench
+from testbed.bench_cli import Several, bench
 from testbed.quality_cli import quality
 
 HERE = Path(__file__).resolve().parent
@@ -120,3 +120,39 @@ def chaos(topology: Path, seed: int, requests: int, streams: int, as_json: bool)
     click.echo(json.dumps(asdict(report)) if as_json else str(report))
     if not report.is_well:
         raise ClusterError("not every answer was right, or not everything came to rest")
+
+
+@testbed.command(
+    epilog="\b\nExample:\n  edge-runtime testbed foretell\n  edge-runtime testbed foretell --topology topology.toml --rounds 5"
+)
+@click.option(
+    "--topology",
+    "topologies",
+    type=click.Path(path_type=Path, exists=True),
+    multiple=True,
+    help="Topology file; may be given again. Default: every scenario.",
+)
+@click.option("--streams", type=Several(), default="1,4,16", show_default=True, help="Requests at once.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Of each cell.")
+@click.option("--shape", is_flag=True, help="Give links what the files say; by default only for slow_links.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
+def foretell(
+    topologies: tuple[Path, ...], streams: tuple[int, ...], rounds: int, shape: bool, as_json: bool
+) -> None:
+    """Hold the predicted time between two tokens against the measured one."""
+    import os
+    from dataclasses import asdict
+
+    from edge_runtime.clock import SystemClock
+    from testbed import foretell as foretelling
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started would stay
+    cells = []
+    for file in topologies or sorted((HERE / "scenarios").glob("*.toml")):
+        click.echo(f"{file.stem}", err=True)
+        os.environ["EDGE_SHAPE"] = "1" if shape or file.stem == "slow_links" else "0"
+        cells += foretelling.foretell(file, streams, rounds, SystemClock())
+    if as_json:
+        click.echo(json.dumps([asdict(cell) for cell in cells]))
+    else:
+        click.echo(foretelling.table(cells))

@@ -124,6 +124,7 @@ def diff_clusters(
     *,
     speeds: Mapping[str, NodeSpeed] | None = None,
     links: Mapping[tuple[str, str], LinkSpeed] | None = None,
+    cores: Mapping[str, float] | None = None,
     demand: Mapping[ExpertId, float] | None = None,
     workload: Workload | None = None,
     with_files: Collection[str] | None = None,
@@ -135,7 +136,7 @@ def diff_clusters(
                       fastest link to a node that has them, or that holds experts now
     disk_bytes_per_s  node -> measured; else `DISK_BYTES_PER_S`
     """
-    machines = machines_of(new, speeds, links)
+    machines = machines_of(new, speeds, links, cores)
     migration = plan_migration(old_placement, new_placement, footprint)
     trunk_bytes = dict.fromkeys(new.node_names, 0)
     for one in migration.rounds:
@@ -182,7 +183,9 @@ def diff_clusters(
         groups_after=new_placement.groups,
         migration=migration,
         seconds=migration.seconds(lambda name: sources.get(name, ("", DISK_BYTES_PER_S))[1]),
-        step_before_s=_step_s(footprint, machines_of(old, speeds, links), old_placement, demand, workload),
+        step_before_s=_step_s(
+            footprint, machines_of(old, speeds, links, cores), old_placement, demand, workload
+        ),
         step_after_s=_step_s(footprint, machines, new_placement, demand, workload),
     )
 
@@ -199,7 +202,9 @@ def _step_s(
     workload = workload or Workload()
     clock = PlacementClock(footprint, machines, placement, demand=demand)
     return workload.seconds(
-        lambda group, batch: clock.predict(group, batch, workload.context_tokens), placement.groups
+        lambda group, batch: clock.predict(group, batch, workload.context_tokens),
+        placement.groups,
+        machines,
     )
 
 

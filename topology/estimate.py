@@ -157,7 +157,7 @@ class Estimate:
         if not self.fits(groups, hosts):
             return float("inf")
         return workload.seconds(
-            lambda group, batch: self.predict(group, batch, groups, hosts, workload), groups
+            lambda group, batch: self.predict(group, batch, groups, hosts, workload), groups, self.machines
         )
 
     def _shares(self, stage: Stage, groups: Sequence[GroupPlan], hosts: frozenset[str]) -> ExpertShares:
@@ -259,9 +259,10 @@ class Estimate:
                 )
                 seconds += weight / total * trunk
                 head += weight / total * of_head
-                fixed += weight / total * self.machines.speed(name).step_overhead_s
+                speed = self.machines.speed(name)
+                fixed += weight / total * (speed.step_overhead_s + batch * speed.row_overhead_s)
                 for index, step in enumerate(steps if self.moe else ()):
-                    local, wait, _ = expert_seconds(
+                    found = expert_seconds(
                         self.footprint,
                         self.machines,
                         home=name,
@@ -269,7 +270,7 @@ class Estimate:
                         shares=self._split(self.moe, float(step), helpers),
                         batch=batch,
                     )
-                    seconds[index, self.moe] += weight / total * (local + wait)
+                    seconds[index, self.moe] += weight / total * (found.local + found.wait)
             sums = np.concatenate([np.zeros((FRACTIONS + 1, 1)), np.cumsum(seconds, axis=1)], axis=1)
             for first in range(L):
                 for last in range(first + 1, L + 1):

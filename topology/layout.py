@@ -3,6 +3,7 @@
 Knows the topology file and the model's bytes; nothing of who is alive. Which groups there are is `stages.py`'s to say.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -180,12 +181,15 @@ class _Desk:
 
     def _relative_speeds(self, measured: Mapping[str, NodeSpeed] | None) -> dict[str, float]:
         """Memory bandwidth of each node, the fastest being 1; all 1 where nothing is known."""
-        if measured is None and all(node.memory_bytes_per_s is None for node in self.cluster.nodes):
+        if not measured and all(node.memory_bytes_per_s is None for node in self.cluster.nodes):
             return dict.fromkeys(self.cluster.node_names, 1.0)
         rates = {
             name: ((measured or {}).get(name) or declared_speed(self.cluster, name)).memory_bytes_per_s
             for name in self.cluster.node_names
         }
+        if measured:  # alike is what differs by less than a measurement may err
+            middle = sorted(rates.values())[len(rates) // 2]
+            rates = {name: 4.0 ** round(math.log(rate / middle, 4)) for name, rate in rates.items()}
         fastest = max(rates.values())
         return {name: rate / fastest for name, rate in rates.items()}
 

@@ -11,9 +11,25 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from topology.cluster import Cluster, Link, find_node
+from topology.cluster import Cluster, Link, find_node, split_address
 
 BYTE_BITS = 8
+TOKEN_WORK_S = 180e-6  # of client, coordinator and home for handing out a token, measured: 150 to 200 us
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSpeed:
+    """What one call of a node's own experts is made of, in the format in which it holds them."""
+
+    bytes_per_s: float
+    """Bytes of touched experts per second."""
+    flops: float
+    """Floating-point operations per second."""
+    overhead_s: float
+    """Seconds of a layer's call that neither experts nor rows change."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +51,18 @@ class NodeSpeed:
     """Seconds of a layer that the batch does not change. Measured on the demo model: 176 us of attention at batch 1, of
     which 83 are bytes."""
     call_overhead_s: float = 50e-6
-    """Seconds of an expert call beyond wire and arithmetic, at either end. Measured there: 42 us per further peer."""
+    """Seconds of an expert call beyond wire and arithmetic, once it has left. Measured there: 42 us per further peer."""
+    send_overhead_s: float = 50e-6
+    """Seconds that a home takes to lay out and send one call."""
+    row_overhead_s: float = 0.0
+    """Seconds of a step that each row adds besides its arithmetic: tables, sampling, handing out."""
+    call_work_s: float = 0.0
+    """Processor seconds that one call takes beyond arithmetic, of all threads at both ends; 0 where nobody measured."""
+    experts: ExpertSpeed | None = None
+    """Of its experts, where measured; else they are as fast as the trunk."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +74,22 @@ class LinkSpeed:
     bandwidth_bps: float = Link.bandwidth_bps
     """Bits per second, each way."""
 
+    def __post_init__(self) -> None:
+        _require_positive(self)
+
     def transfer_s(self, num_bytes: float) -> float:
         """Seconds that `num_bytes` occupy the link, without the way."""
         return num_bytes * BYTE_BITS / self.bandwidth_bps
+
+
+def _require_positive(speed: object) -> None:
+    """Refuse what no clock measures: rates above 0, seconds from 0, all finite."""
+    for entry in fields(speed):  # type: ignore[arg-type]
+        value = getattr(speed, entry.name)
+        if isinstance(value, int | float) and not (
+            0 <= value < float("inf") and (value or (entry.name.endswith("_s") and "per_s" not in entry.name))
+        ):
+            raise ValueError(f"{entry.name} is {value}, expected a positive number")
 
 
 @dataclass(frozen=True)
@@ -62,6 +102,18 @@ class Machines:
     default_link: LinkSpeed = field(default_factory=LinkSpeed)
     formats: Mapping[str, str] = field(default_factory=dict)
     """Node -> the weight format of its experts, `as_stored` if it is not there."""
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    """Node -> the machine that it is on, itself if it is not there."""
+    cores: Mapping[str, float] = field(default_factory=dict)
+    """Machine -> its processors; one that is not there has one for whoever wants it."""
+    busy: float = 0.0
+    """Threads of others that want a processor of each machine all the time, as a mean."""
+    reader: str = ""
+    """Machine of the coordinator, where every token takes `token_work_s`; empty if not known."""
+    token_work_s: float = 0.0
+
+    def host(self, node: str) -> str:
+        return self.hosts.get(node, node)
 
     def speed(self, node: str) -> NodeSpeed:
         return self.speeds[node]
@@ -71,6 +123,20 @@ class Machines:
 
     def weight_format(self, node: str) -> str:
         return self.formats.get(node, "as_stored")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured of a cluster."""
+
+    speeds: Mapping[str, NodeSpeed] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], LinkSpeed] = field(default_factory=dict)
+    """Pair of nodes, in either order -> their link."""
+    cores: Mapping[str, float] = field(default_factory=dict)
+    """Node -> processors of its machine."""
+
+
+NOTHING_MEASURED = Measured()
 
 
 def declared_speed(cluster: Cluster, node: str) -> NodeSpeed:
@@ -86,11 +152,15 @@ def machines_of(
     cluster: Cluster,
     speeds: Mapping[str, NodeSpeed] | None = None,
     links: Mapping[tuple[str, str], LinkSpeed] | None = None,
+    cores: Mapping[str, float] | None = None,
+    busy: float = 0.0,
 ) -> Machines:
     """A cluster's speeds: measured before declared before typical.
 
     speeds  node -> measured, for those that were
     links   pair of nodes, in either order -> measured
+    cores   node -> processors of its machine; nodes at addresses of one host share them
+    busy    see `Machines`
     """
     declared = {
         frozenset((link.a, link.b)): LinkSpeed(rtt_s=link.rtt_s, bandwidth_bps=link.bandwidth_bps)
@@ -105,6 +175,11 @@ def machines_of(
         links={**declared, **measured},
         default_link=LinkSpeed(rtt_s=default.rtt_s, bandwidth_bps=default.bandwidth_bps),
         formats={node.name: node.weight_format for node in cluster.nodes},
+        hosts={node.name: node.host for node in cluster.nodes},
+        cores={node.host: cores[node.name] for node in cluster.nodes if cores and node.name in cores},
+        busy=busy,
+        reader=split_address(cluster.coordinator)[0],
+        token_work_s=TOKEN_WORK_S,
     )
 
 
@@ -205,11 +280,19 @@ def _bounded_minimum(
 
 
 def slower(speed: NodeSpeed, factor: float) -> NodeSpeed:
-    """The same node at 1/factor of its speed, overheads included; for what-if questions and tests."""
+    """The same node at 1/factor of its speed, overheads included."""
+    experts = speed.experts
     return replace(
         speed,
         memory_bytes_per_s=speed.memory_bytes_per_s / factor,
         flops=speed.flops / factor,
+        call_work_s=speed.call_work_s * factor,
+        experts=experts
+        and ExpertSpeed(
+            bytes_per_s=experts.bytes_per_s / factor,
+            flops=experts.flops / factor,
+            overhead_s=experts.overhead_s * factor,
+        ),
         **{
             name.name: getattr(speed, name.name) * factor
             for name in fields(speed)

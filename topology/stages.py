@@ -85,6 +85,7 @@ def choose_plan(
     workload: Workload | None = None,
     speeds: Mapping[str, NodeSpeed] | None = None,
     links: Mapping[tuple[str, str], LinkSpeed] | None = None,
+    cores: Mapping[str, float] | None = None,
     demand: Mapping[ExpertId, float] | None = None,
     pins: Mapping[ExpertId, str] | None = None,
     previous: Placement | None = None,
@@ -96,10 +97,11 @@ def choose_plan(
 
     workload        what to be good at; by default the middle between one request and `max_requests` at once
     speeds, links   measured; they win over the file's
+    cores           node -> processors of its machine, which it shares with the other nodes there; None: it has enough
     others          as in `lay_out`
     """
     workload = workload or default_workload(cluster)
-    machines = machines_of(cluster, speeds, links)
+    machines = machines_of(cluster, speeds, links, cores)
     search = _Search(cluster, footprint, machines, workload)
     pinned = {pin.node for pin in cluster.pins} | set((pins or {}).values())
     candidates = [
@@ -136,7 +138,7 @@ def choose_plan(
             kind=candidate.kind,
             placement=placement,
             workload=workload,
-            seconds=workload.seconds(predict, placement.groups),
+            seconds=workload.seconds(predict, placement.groups, machines),
             predictions=tuple(predict(group, workload.batches[0][0]) for group in placement.groups),
             left_out={},
             others=(),

@@ -2,14 +2,14 @@
 
 Seconds of a home with its layers [first, last) and a batch of B token rows, as an expectation over what the gate chooses:
 
-    step overhead
+    step overhead + rows * row overhead
     + sum over layers of (layer overhead + trunk of the layer)
     + sum over MoE layers of (sending + max(own experts, max over called peers of one call))
     + head, on the last layers
 
     trunk of the layer, head, experts  = bytes read / memory bandwidth + operations / flops
     one call of a peer = RTT + call overhead + bytes of rows / link rate + its experts
-    sending            = call overhead at the home for each peer that is called
+    sending            = send overhead at the home for each peer that is called
 
 Experts: expert e is chosen by a token with probability p(e), k/E for all without demand, k in all for a layer.
 B tokens touch it with 1 - (1 - p)^B, so E * (1 - (1 - k/E)^B) different ones in all; a token needs nothing of a set of
@@ -23,7 +23,7 @@ Knows no clock, no state of a queue and no memory limit.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -60,6 +60,14 @@ class StepPrediction:
     """Layers that need any peer."""
     hit_rate: float
     """Share of routed rows whose expert is resident at the home; 1 without MoE layers."""
+    work_s: Mapping[str, float] = field(default_factory=dict)
+    """Node -> processor seconds that the step takes there, of all its threads."""
+    wire_s: float = 0.0
+    """Part of `seconds` in which no processor works: round trips and bytes on their way."""
+    node: str = ""
+    """The home."""
+    home_s: float = 0.0
+    """Part of `seconds` in which the home itself works."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,15 @@ class GroupPrediction:
     @property
     def slowest_s(self) -> float:
         return max(stage.seconds for stage in self.stages)
+
+    @property
+    def work_s(self) -> dict[str, float]:
+        """Node -> processor seconds that a step of the group takes there."""
+        found: dict[str, float] = {}
+        for stage in self.stages:
+            for node, seconds in stage.work_s.items():
+                found[node] = found.get(node, 0.0) + seconds
+        return found
 
     @property
     def tokens_per_s(self) -> float:
@@ -219,6 +236,24 @@ def trunk_seconds(
     return layers, head
 
 
+@dataclass(frozen=True)
+class ExpertSeconds:
+    """What the experts of a home's MoE layers take in one step: [M] layers, [M, N] layers and peers."""
+
+    local: Floats
+    """[M] own experts."""
+    wait: Floats
+    """[M] sending, and waiting beyond own experts."""
+    chance: Floats
+    """[M, N] of a call to each peer."""
+    sending: Floats
+    """[M] part of `wait`."""
+    wire: Floats
+    """[M] part of `wait` in which nobody computes."""
+    work_s: Mapping[str, float]
+    """Node -> processor seconds, without the trunk."""
+
+
 def expert_seconds(
     footprint: ModelFootprint,
     machines: Machines,
@@ -227,24 +262,27 @@ def expert_seconds(
     layers: Sequence[int],
     shares: ExpertShares,
     batch: int,
-) -> tuple[Floats, Floats, Floats]:
-    """Seconds of own experts [M], of sending and waiting beyond them [M], and the chance of each call [M, N]."""
+) -> "ExpertSeconds":
+    """What the experts of these layers take, [M] layers, [M, N] layers and peers; expectations."""
     K, E = footprint.top_k, footprint.experts_per_layer
     touched = shares.touched(batch, E, K)
     of_layers = tuple(layers)
     stored = _sizes(footprint.expert_bytes["as_stored"], of_layers)
-    work = operations(footprint, 1.0) * stored  # of one row through one expert
+    of_row = operations(footprint, 1.0) * stored  # operations of one row through one expert
 
     def compute(node: str, column: int, per_call: Floats) -> Floats:
         speed, sizes = machines.speed(node), footprint.expert_bytes[machines.weight_format(node)]
         read = touched[:, column] * _sizes(sizes, of_layers)
-        return (
-            read / speed.memory_bytes_per_s + batch * shares.mass[:, column] * work / speed.flops
-        ) / per_call
+        rows = batch * shares.mass[:, column] * of_row
+        if speed.experts is None:
+            return (read / speed.memory_bytes_per_s + rows / speed.flops) / per_call
+        is_called = shares.mass[:, column] > 1e-9
+        own = read / speed.experts.bytes_per_s + rows / speed.experts.flops
+        return is_called * speed.experts.overhead_s + own / per_call
 
     local = compute(home, 0, np.ones(len(layers)))
     num_peers = len(shares.nodes)
-    chance, seconds = np.zeros((len(layers), num_peers)), np.zeros((len(layers), num_peers))
+    chance, seconds, wire, remote = (np.zeros((len(layers), num_peers)) for _ in range(4))
     for index, node in enumerate(shares.nodes):
         mass = shares.mass[:, index + 1]
         spared = shares.spared([index + 1], E, K)
@@ -254,21 +292,27 @@ def expert_seconds(
         rows = (
             batch * (1 - spared + mass) / per_call
         )  # out once for each token, back once for each routed row
-        seconds[:, index] = (
-            link.rtt_s
-            + machines.speed(node).call_overhead_s
-            + rows * (footprint.width * WIRE_ITEM_BYTES * 8 / link.bandwidth_bps)
-            + compute(node, index + 1, per_call)
-        )
+        remote[:, index] = compute(node, index + 1, per_call)
+        wire[:, index] = link.rtt_s + rows * (footprint.width * WIRE_ITEM_BYTES * 8 / link.bandwidth_bps)
+        seconds[:, index] = wire[:, index] + machines.speed(node).call_overhead_s + remote[:, index]
         chance[:, index] = np.where(mass > 1e-9, called, 0.0)
-    sending = chance.sum(axis=1) * machines.speed(home).call_overhead_s
+    sending = chance.sum(axis=1) * machines.speed(home).send_overhead_s
     slowest_first = [int(index) for index in np.argsort(-seconds.mean(axis=0), kind="stable")]
-    longest, nobody_yet = np.zeros(len(layers)), np.ones(len(layers))
+    longest, nobody_yet, on_wire = np.zeros(len(layers)), np.ones(len(layers)), np.zeros(len(layers))
     for position, index in enumerate(slowest_first):
         nobody = shares.spared([column + 1 for column in slowest_first[: position + 1]], E, K) ** batch
         longest += (nobody_yet - nobody) * np.maximum(local, seconds[:, index])
+        on_wire += (nobody_yet - nobody) * np.minimum(
+            wire[:, index], np.maximum(0.0, seconds[:, index] - local)
+        )
         nobody_yet = nobody
-    return local, sending + longest + nobody_yet * local - local, chance
+    work = {home: float((local + sending).sum())}
+    for index, node in enumerate(shares.nodes):
+        ends = machines.speed(node).call_work_s / 2
+        work[node] = float((chance[:, index] * (remote[:, index] + ends)).sum())
+        work[home] += float(chance[:, index].sum()) * ends
+    wait = sending + longest + nobody_yet * local - local
+    return ExpertSeconds(local, wait, chance, sending, on_wire, work)
 
 
 def predict_home_step(
@@ -292,18 +336,17 @@ def predict_home_step(
     layers = [layer for layer in footprint.moe_layers if first_layer <= layer < last_layer]
     speed = machines.speed(home)
     by_layer, head = trunk_seconds(footprint, speed, batch, context_tokens)
-    trunk_s = speed.step_overhead_s + float(by_layer[first_layer:last_layer].sum())
+    trunk_s = speed.step_overhead_s + batch * speed.row_overhead_s
+    trunk_s += float(by_layer[first_layer:last_layer].sum())
     if last_layer == footprint.num_layers:
         trunk_s += head
     if not layers:
-        return StepPrediction(trunk_s, trunk_s, 0.0, 0.0, 0.0, 0.0, 1.0)
+        return StepPrediction(trunk_s, trunk_s, 0.0, 0.0, 0.0, 0.0, 1.0, {home: trunk_s}, 0.0, home, trunk_s)
     if shares is None:
         never = float("inf")
         return StepPrediction(never, trunk_s, 0.0, never, 0.0, 0.0, 0.0)
-    local, wait, chance = expert_seconds(
-        footprint, machines, home=home, layers=layers, shares=shares, batch=batch
-    )
-    local_s, wait_s = float(local.sum()), float(wait.sum())
+    found = expert_seconds(footprint, machines, home=home, layers=layers, shares=shares, batch=batch)
+    local_s, wait_s = float(found.local.sum()), float(found.wait.sum())
     remote = 1 - shares.mass[:, 0] / footprint.top_k
     peers = range(1, 1 + len(shares.nodes))
     spared = shares.spared(list(peers), footprint.experts_per_layer, footprint.top_k)
@@ -312,9 +355,13 @@ def predict_home_step(
         trunk_s=trunk_s,
         local_s=local_s,
         wait_s=wait_s,
-        calls=float(chance.sum()),
+        calls=float(found.chance.sum()),
         remote_layers=float((1 - spared**batch).sum()),
         hit_rate=float(1 - remote.mean()),
+        work_s={**found.work_s, home: trunk_s + found.work_s[home]},
+        wire_s=float(found.wire.sum()),
+        node=home,
+        home_s=trunk_s + local_s + float(found.sending.sum()),
     )
 
 

@@ -328,6 +328,7 @@ class CoordinatorDaemon:
                     change=self._epochs.change_text(),
                     leaving=self._epochs.leaving,
                     outcomes=list(self._epochs.outcomes),
+                    measured=self._epochs.measured(),
                     now=self._clock.now(),
                 )
                 self._outbox.send(peer, StatusReply(body), call_id)
@@ -562,7 +563,13 @@ class CoordinatorDaemon:
         if message.only_plan:
             present = {record.name for record in self._state.nodes.values() if record.phase in epochs.HERE}
             return preview_of(
-                self._cluster, self._placement, present, plan, self._footprint, self._epochs.traits
+                self._cluster,
+                self._placement,
+                present,
+                plan,
+                self._footprint,
+                self._epochs.traits,
+                self._epochs.measured(),
             )
         return self._epochs.apply_plan(plan, f"{message.source} was applied", self._clock.now())
 

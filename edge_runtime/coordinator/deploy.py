@@ -12,6 +12,7 @@ from topology.cluster import Cluster, find_node
 from topology.costs import ModelFootprint, context_limit
 from topology.errors import TopologyError
 from topology.placement import Placement, plan_placement
+from topology.speeds import NOTHING_MEASURED, Measured
 from topology.traits import ExpertTraits
 
 
@@ -38,10 +39,12 @@ def plan_for(
     previous: Placement | None = None,
     epoch: int = 1,
     traits: ExpertTraits | None = None,
+    measured: Measured = NOTHING_MEASURED,
 ) -> Placement:
     """Place the model on the nodes of the file that are present, moving as little as may be.
 
-    traits  what calibration found of the experts, for files whose `placement` looks at it
+    traits    what calibration found of the experts, for files whose `placement` looks at it
+    measured  of the nodes, as far as they have reported; it counts before what the file says
 
     Raises PlacementError if they cannot hold it.
     """
@@ -50,7 +53,16 @@ def plan_for(
         nodes=tuple(node for node in cluster.nodes if node.name in present),
         pins=tuple(pin for pin in cluster.pins if pin.node in present),
     )
-    return plan_placement(there, footprint, epoch=epoch, previous=previous, traits=traits)
+    return plan_placement(
+        there,
+        footprint,
+        epoch=epoch,
+        speeds=measured.speeds,
+        links=measured.links,
+        cores=measured.cores,
+        previous=previous,
+        traits=traits,
+    )
 
 
 def refuse_unchangeable(running: Cluster, wanted: Cluster) -> None:

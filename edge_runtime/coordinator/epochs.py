@@ -12,11 +12,13 @@ import msgspec
 from edge_runtime.coordinator import redeploy
 from edge_runtime.coordinator import state as states
 from edge_runtime.coordinator.deploy import Plan, experts_without_host, plan_for
+from edge_runtime.coordinator.speed_book import Observed, look, measured_of, plan_of
 from edge_runtime.errors import Refusal
 from topology.cluster import DECODE, Cluster
 from topology.costs import ModelFootprint
 from topology.errors import TopologyError
 from topology.placement import GroupPlan, Placement
+from topology.speeds import Measured
 from topology.traits import ExpertTraits
 
 CHANGE_S = 120.0  # how long loading another placement may take, and switching to it
@@ -110,6 +112,7 @@ class Epochs:
         self._newest = (
             placement.epoch
         )  # no epoch is ever used twice: a node may still be at work on an old one
+        self.observed: dict[str, Observed] = {}  # node -> how its work goes
         self._began_s = now
         self._loaded_bytes: dict[str, int] = {}  # node -> weights it holds for the change
         self._progress: dict[str, tuple[int, int]] = {}  # node -> bytes loaded for the change, of how many
@@ -136,6 +139,18 @@ class Epochs:
         plans = [plan for epoch, plan in self.plans.items() if epoch <= self.active]
         return [group for plan in plans for group in plan.placement.groups]
 
+    def measured(self) -> Measured:
+        """What nodes have measured, corrected by what their work takes."""
+        reports = {name: r.report for name, r in self.state.nodes.items() if r.report is not None}
+        return measured_of(reports, self.observed, reports)
+
+    def _observe(self, beat: states.Beat) -> None:
+        record = self.state.nodes.get(beat.name)
+        if record is not None:
+            before = self.observed.get(beat.name, Observed())
+            share = plan_of(self.placement, beat.name)
+            self.observed[beat.name] = look(before, record.pid, beat.report, self._footprint, share)
+
     def change_text(self) -> str:
         """What the change under way waits for, for people; empty without one."""
         if self.change is None:
@@ -160,6 +175,7 @@ class Epochs:
         """Take in what became of a node."""
         if isinstance(event, states.Beat):
             self._newest = max(self._newest, event.report.epoch)  # from before this coordinator
+            self._observe(event)
         before = self.state
         self.state, said = states.apply(before, event, now)
         commands: list[Command] = []
@@ -280,7 +296,15 @@ class Epochs:
             raise TopologyError(
                 f"no node is left that may answer requests; {', '.join(names) or 'nobody'} is there"
             )
-        return plan_for(cluster, self._footprint, names, self.placement, self._newest + 1, self.traits)
+        return plan_for(
+            cluster,
+            self._footprint,
+            names,
+            self.placement,
+            self._newest + 1,
+            self.traits,
+            self.measured(),
+        )
 
     def _begin(
         self, plan: Plan, why: str, now: float, leaving: frozenset[str] = frozenset()

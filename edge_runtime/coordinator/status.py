@@ -11,6 +11,7 @@ from edge_runtime.coordinator.state import ClusterState, NodeRecord
 from edge_runtime.coordinator.streams import Streams
 from topology.cluster import Cluster
 from topology.placement import Placement
+from topology.speeds import NOTHING_MEASURED, Measured
 
 
 def status_body(
@@ -23,6 +24,7 @@ def status_body(
     change: str = "",
     leaving: Collection[str] = (),
     outcomes: Sequence[Outcome] = (),
+    measured: Measured = NOTHING_MEASURED,
     now: float,
 ) -> dict[str, Any]:
     """The body of a StatusReply; every value fits in JSON."""
@@ -55,9 +57,42 @@ def status_body(
         ],
         "nodes": [
             _node_body(cluster, placement, record, streams, now, is_leaving=record.name in leaving)
+            | {"speed": _speed_body(cluster, record.name, measured)}
             for record in state.nodes.values()
         ],
+        "links": _links_body(cluster, measured),
     }
+
+
+def _speed_body(cluster: Cluster, name: str, measured: Measured) -> dict[str, Any]:
+    """What the file says of a node's speed, and what was measured; None for what nobody says."""
+    node = next((node for node in cluster.nodes if node.name == name), None)
+    found = measured.speeds.get(name)
+    return {
+        "declared": {
+            "memory_bytes_per_s": node.memory_bytes_per_s if node else None,
+            "flops": node.flops if node else None,
+        },
+        "measured": msgspec.to_builtins(found) if found is not None else None,
+        "cores": measured.cores.get(name),
+    }
+
+
+def _links_body(cluster: Cluster, measured: Measured) -> list[dict[str, Any]]:
+    """Links that were measured, beside what the file says of them."""
+    names = set(cluster.node_names)
+    return [
+        {
+            "between": [a, b],
+            "declared": {
+                "rtt_s": cluster.link(a, b).rtt_s,
+                "bandwidth_bps": cluster.link(a, b).bandwidth_bps,
+            },
+            "measured": msgspec.to_builtins(link),
+        }
+        for (a, b), link in sorted(measured.links.items())
+        if {a, b} <= names
+    ]
 
 
 def _node_body(
@@ -72,6 +107,8 @@ def _node_body(
     node = next((node for node in cluster.nodes if node.name == record.name), None)
     plan = next((plan for plan in placement.nodes if plan.node == record.name), None)
     report = msgspec.to_builtins(record.report) if record.report is not None else {}
+    for told_elsewhere in ("speed", "links", "cores"):
+        report.pop(told_elsewhere, None)
     return {
         "name": record.name,
         "roles": sorted(node.roles) if node else [],

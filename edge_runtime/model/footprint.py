@@ -31,6 +31,7 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
     num_columns = max((gate.top_k for gate in gates), default=0)
     final_norm = spec.width * FLOAT32_BYTES
     part = checkpoint.table.part
+    kinds_of_experts = [_kinds_of_experts(checkpoint, layer) for layer in range(spec.num_layers)]
     own = spec.encoder is not None and spec.encoder.own_embedding
     embeddings = ("embed", "encoder_embed") if own else ("embed",)
     return ModelFootprint(
@@ -38,7 +39,10 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
         moe_layers=spec.moe_layers,
         experts_per_layer=max((gate.num_experts for gate in gates), default=0),
         expert_bytes={
-            name: tuple(_expert_bytes(checkpoint, layer, name) for layer in range(spec.num_layers))
+            name: tuple(
+                max((_mlp_bytes(checkpoint, parts, layer.ffn, name) for parts in kinds), default=0)
+                for layer, kinds in zip(spec.layers, kinds_of_experts, strict=True)
+            )
             for name in ("as_stored", *FORMATS)
         },
         embed_bytes=sum(_linear_bytes(checkpoint, [part(role)]) for role in embeddings),
@@ -108,15 +112,14 @@ def _linear_bytes(checkpoint: Checkpoint, parts: Sequence[Part]) -> int:
     return packed_linear_bytes(num_outputs, parts[0].shape[1], stored)
 
 
-def _expert_bytes(checkpoint: Checkpoint, layer: int, weight_format: str) -> int:
-    """Bytes of the largest expert of a layer: a checkpoint may store some of them wider than others."""
-    spec = checkpoint.spec.layers[layer]
-    if spec.gate is None:
-        return 0
-    experts = (ExpertId(layer, index) for index in range(spec.gate.num_experts))
-    return max(
-        _mlp_bytes(checkpoint, checkpoint.expert_parts(expert), spec.ffn, weight_format) for expert in experts
-    )
+def _kinds_of_experts(checkpoint: Checkpoint, layer: int) -> list[list[Part]]:
+    """The parts of one expert of each kind: a checkpoint may store some of a layer wider than others."""
+    gate = checkpoint.spec.layers[layer].gate
+    kinds: dict[tuple[object, ...], list[Part]] = {}
+    for index in range(gate.num_experts if gate else 0):
+        parts = checkpoint.expert_parts(ExpertId(layer, index))
+        kinds.setdefault(tuple((part.shape, checkpoint.stored_dtype(part)) for part in parts), parts)
+    return list(kinds.values())
 
 
 def _mlp_bytes(checkpoint: Checkpoint, parts: Sequence[Part], spec: ExpertSpec, weight_format: str) -> int:

@@ -23,6 +23,8 @@ from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.answers import AnswerStream
 from edge_runtime.node.expert_service import ExpertService, Residents
+from edge_runtime.node.gauge import Gauge, peers_to_probe
+from edge_runtime.node.prober import LinkProber
 from edge_runtime.node.report import node_report
 from edge_runtime.node.requests import HomeRequest, make_request
 from edge_runtime.node.resident import give_back
@@ -32,6 +34,7 @@ from edge_runtime.node.share import (
     Progress,
     ShareLoader,
     load_share,
+    measured,
     num_experts,
     share_digest,
 )
@@ -77,6 +80,7 @@ WAIT_S = 0.25  # longest sleep of the control loop: timers are this exact
 PROGRESS_S = 2.0  # a wait longer than this says what is awaited
 GREET_AGAIN_S = 1.0
 LOADER_ENDS_S = 2.0  # how long a share that is being loaded may take to be given up when the node stops
+PROBER_END_S = 1.0
 SWITCH_INTERVAL_S = 0.0005  # Python's default of 5 ms would hold an engine step up for as long
 ACTIVATION_DTYPE = "float32"
 
@@ -128,6 +132,8 @@ class NodeDaemon:
         self._requests: dict[str, HomeRequest] = {}
         self._aborting: set[str] = set()  # of them, those that the engine was told to end
         self._again: dict[str, Generate] = {}  # and what comes in their place
+        self._gauge = Gauge()
+        self._prober: LinkProber | None = None
         self._stopping = False
         self._greeted = False
         self._greet_at_s = 0.0
@@ -209,8 +215,41 @@ class NodeDaemon:
                 "weights_fetched_bytes": float(self._bytes_fetched),
                 "weights_served_bytes": float(self._weights.bytes_served),
             }
-            report = node_report(self._share, self._service, self._loader, self._engine, moved)
+            self._measure_links(now)
+            report = node_report(
+                self._share, self._service, self._loader, self._engine, self._gauge, self._clock, moved
+            )
             self._send(Heartbeat(self._beats, report))
+
+    def _measure_links(self, now: float) -> None:
+        """Probe the links of a home to those that it calls, where that is due; in a thread of its own."""
+        share = self._share
+        if share is None or self._prober is not None:
+            return
+        experts, own = share.experts, self._node.name
+        if experts is not None:
+            self._gauge.served(experts.traffic)
+        hosts = [*experts.host_names, *share.stages] if experts is not None else []
+        alive = experts.alive if experts is not None else ()
+        due = self._gauge.due(peers_to_probe(hosts, alive, own), now, is_idle=not self._requests)
+        addresses = {peer.name: peer for peer in share.peers}
+        itself = None if self._gauge.knows_call else addresses.get(own)
+        if not due and itself is None:
+            return
+        self._prober = LinkProber(
+            itself,
+            [addresses[peer] for peer in due if peer in addresses],
+            self._identity,
+            self._keys,
+            self._clock,
+            lambda prober: self._post(lambda: self._links_measured(prober)),
+        )
+        self._prober.start()
+
+    def _links_measured(self, prober: LinkProber) -> None:
+        prober.join()
+        self._prober = None
+        self._gauge.probed(prober.links, prober.rates, prober.call, self._clock.now())
 
     def _forget_coordinator(self, now: float) -> None:
         """Its clients cannot be reached any more, so their requests end here."""
@@ -306,19 +345,22 @@ class NodeDaemon:
         def is_wanted() -> bool:
             return not self._stopping and (self._loader is None or self._loader.is_wanted)
 
-        load = lambda: load_share(  # noqa: E731
-            deploy,
-            self._checkpoint,
-            self._tokenizer,
-            identity=self._identity,
-            keys=self._keys,
-            clock=self._clock,
-            progress=lambda done, total, what: self._post(
-                lambda: self._progress(deploy.epoch, done, total, what)
-            ),
-            held=held,
-            fetch=self._fetch_into(self._cache, is_wanted) if self._cache is not None else None,
-        )
+        def load() -> LoadedShare:
+            share = load_share(
+                deploy,
+                self._checkpoint,
+                self._tokenizer,
+                identity=self._identity,
+                keys=self._keys,
+                clock=self._clock,
+                progress=lambda done, total, what: self._post(
+                    lambda: self._progress(deploy.epoch, done, total, what)
+                ),
+                held=held,
+                fetch=self._fetch_into(self._cache, is_wanted) if self._cache is not None else None,
+            )
+            return measured(share, deploy, self._checkpoint, held, self._clock)
+
         self._loader = ShareLoader(
             load, deploy.epoch, lambda loader: self._post(lambda: self._loaded(loader, deploy.counts_now))
         )
@@ -366,6 +408,7 @@ class NodeDaemon:
         """Answer for a share's experts beside those of other placements; serve by it at once if it counts already."""
         old = self._shares.get(share.epoch)
         self._shares[share.epoch] = share
+        self._gauge.tried(share.speed)
         self._publish()
         give_back()
         rss = psutil.Process().memory_info().rss
@@ -565,6 +608,8 @@ class NodeDaemon:
         if self._loader is not None:
             self._loader.is_wanted = False
             self._loader.join(LOADER_ENDS_S)
+        if self._prober is not None:  # its own deadlines end it; nobody waits for what it finds
+            self._prober.join(PROBER_END_S)
         for share in self._shares.values():
             share.close()
         self._clock.sleep(0.05)  # let the last messages leave: linger is 0

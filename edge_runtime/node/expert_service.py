@@ -23,6 +23,8 @@ from edge_runtime.protocol import (
     Hello,
     ManifestQuery,
     Message,
+    Probe,
+    Probed,
     RangesQuery,
     Refused,
     StageResult,
@@ -182,6 +184,8 @@ class ExpertService(threading.Thread):
             case ManifestQuery() | RangesQuery() | ChunkQuery():  # `run` takes those of who has greeted
                 detail = f"{self._identity.node} gives weights only after a Hello on the same connection"
                 return Refused("handshake", detail, 0.0), ()
+            case Probe() if peer in self._greeted:
+                return Probed(), tensors
             case _:
                 name = type(message).__name__
                 return Refused(

@@ -36,7 +36,10 @@ GREET_PATIENCE_S = 5.0  # how long a step waits for a peer that is said to be al
 
 @dataclass
 class PeerTraffic:
-    """What went to one peer and came back, since the start; bytes of tensors."""
+    """What went to one peer and came back, since the start; bytes of tensors.
+
+    least_s  quickest call since somebody last looked, without the peer's arithmetic
+    """
 
     calls: int = 0
     rows: int = 0
@@ -44,6 +47,7 @@ class PeerTraffic:
     bytes_out: int = 0
     bytes_in: int = 0
     failures: int = 0
+    least_s: float = math.inf
 
 
 @dataclass
@@ -244,7 +248,10 @@ class PlacedExperts:
 
         unfilled: list[np.ndarray] = []
         if pending is not None:
-            for host, outcome in zip(called, self._calls.receive(pending), strict=True):
+            outcomes = self._calls.receive(pending)
+            if len(called) == 1:
+                self._time(called[0], outcomes[0], sent_at)
+            for host, outcome in zip(called, outcomes, strict=True):
                 slots = pairs[offsets[host] : offsets[host + 1]]
                 if not self._take(host, outcome, slots, out_rows):
                     unfilled.append(slots)
@@ -285,6 +292,12 @@ class PlacedExperts:
             epoch=self._epoch,
             ttl_s=ttl_s,
         )
+
+    def _time(self, host: int, outcome: Envelope | PeerError | Refusal, sent_at: float) -> None:
+        """Note the quickest call of a peer. Of several peers a reply may have come long before it is taken."""
+        if isinstance(outcome, Envelope) and type(outcome.message) is ExpertReply:
+            traffic = self.traffic[self.host_names[host]]
+            traffic.least_s = min(traffic.least_s, self._clock.now() - sent_at - outcome.message.compute_s)
 
     def _take(
         self, host: int, outcome: Envelope | PeerError | Refusal, slots: np.ndarray, out: np.ndarray

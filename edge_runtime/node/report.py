@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 
 import psutil
 
+from edge_runtime.clock import Clock
 from edge_runtime.engine.engine import EngineThread
 from edge_runtime.engine.pipeline import PipelineEngine
 from edge_runtime.node.expert_service import ExpertService
+from edge_runtime.node.gauge import Gauge
 from edge_runtime.node.share import LoadedShare, ShareLoader
 from edge_runtime.protocol import NodeReport
 
@@ -17,6 +20,8 @@ def node_report(
     service: ExpertService,
     loader: ShareLoader | None,
     engine_thread: EngineThread | None,
+    gauge: Gauge,
+    clock: Clock,
     more: Mapping[str, float] | None = None,
 ) -> NodeReport:
     """One report, with `more` numbers that others keep.
@@ -30,6 +35,7 @@ def node_report(
         "pairs_served": float(served.pairs),
         "service_s": served.busy_s,
         **(more or {}),
+        "processor_s": clock.processor_s(),
     }
     report = {
         "state": state,
@@ -77,4 +83,13 @@ def node_report(
             "tokens_generated": engine.tokens_generated,
             "prefix_hits": scheduler.pool.num_hits,
         }
-    return NodeReport(numbers=numbers, **report)
+    speed, links = gauge.report()
+    return NodeReport(numbers=numbers, speed=speed, links=links, cores=float(num_processors()), **report)
+
+
+@cache
+def num_processors() -> int:
+    """How many this process may run on."""
+    process = psutil.Process()
+    has_affinity = hasattr(process, "cpu_affinity")  # not everywhere
+    return len(process.cpu_affinity()) if has_affinity else psutil.cpu_count() or 1

@@ -6,7 +6,7 @@ Knows the model folder and the numbers of the message; talks to nobody.
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import psutil
@@ -27,6 +27,7 @@ from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.build import add_experts, empty_store, load_trunk, trunk_names
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.encoder_decoder import decoder_of
+from edge_runtime.model.footprint import footprint
 from edge_runtime.model.layers import Trunk
 from edge_runtime.model.moe import ExpertStore
 from edge_runtime.model.sampling import Sampler
@@ -36,9 +37,11 @@ from edge_runtime.node.peer_link import PeerLink
 from edge_runtime.node.remote import PlacedExperts
 from edge_runtime.node.stage_links import NextStages, StageLink, links_to
 from edge_runtime.node.stage_service import StagePlace
-from edge_runtime.protocol import Deploy, Hello, Share
+from edge_runtime.node.trial import send_seconds, try_experts, try_home
+from edge_runtime.protocol import Deploy, Hello, PeerAddress, Share
 from edge_runtime.transport.keys import Keys
 from topology.ids import ExpertId
+from topology.speeds import NodeSpeed
 
 Progress = Callable[[int, int, str], None]
 Fetch = Callable[[Sequence[Part], Progress], None]
@@ -72,6 +75,8 @@ class LoadedShare:
     engine, runner, experts, trunk  None on a node without trunk; engine also on one that runs a later stage
     later   of a group of several stages, at the first: the way to the others
     place   at a later one: what takes steps of the stage before
+    speed   what was measured with it, None where that could not be
+    peers   where every node of the placement listens; stages: of them, those of its group
     Shares of two placements hold what they have in common once. Where a change leaves the engine as it is, both have
     the same engine, and only `experts` differs: see `switch_to`.
     """
@@ -88,6 +93,9 @@ class LoadedShare:
     trunk: Trunk | None = None
     later: NextStages | None = None
     place: StagePlace | None = None
+    speed: NodeSpeed | None = None
+    peers: Sequence[PeerAddress] = ()
+    stages: Sequence[str] = ()
 
     @property
     def planned_bytes(self) -> int:
@@ -265,6 +273,47 @@ def load_share(
     else:
         loaded.engine = PipelineEngine(scheduler, runner, loaded.later, clock, settings.call_deadline_s)
     return loaded
+
+
+def measured(
+    loaded: LoadedShare, deploy: Deploy, checkpoint: Checkpoint, held: LoadedShare | None, clock: Clock
+) -> LoadedShare:
+    """The share with its speed: tried now, before it is used, unless one like it was tried before.
+
+    Not of an encoder-decoder model, whose steps have two kinds of rows.
+    """
+    share, settings, spec = deploy.share, loaded.settings, checkpoint.spec
+    loaded.peers = deploy.peers
+    loaded.stages = [deploy.peers[index].name for index in deploy.stages]
+    if held is not None and _is_alike(held, share, settings):
+        loaded.speed = held.speed
+    if loaded.speed is not None or spec.encoder is not None:
+        return loaded
+    sizes = footprint(checkpoint, context_tokens=settings.context_tokens)
+    if loaded.runner is None:
+        loaded.speed = try_experts(sizes, loaded.store, weight_format=settings.weight_format, clock=clock)
+    elif held is None or loaded.runner is not held.runner:
+        speed = try_home(
+            sizes,
+            loaded.runner.decoder,
+            loaded.store,
+            weight_format=settings.weight_format,
+            num_blocks=share.kv_blocks,
+            max_rows=settings.max_batch_rows,
+            context_tokens=settings.context_tokens,
+            clock=clock,
+        )
+        loaded.speed = speed and replace(speed, send_overhead_s=send_seconds(sizes, clock))
+    return loaded
+
+
+def _is_alike(held: LoadedShare, share: Share, settings: ShareSettings) -> bool:
+    """Whether what was measured with `held` holds for another share too."""
+    layers = (held.trunk.first_layer, held.trunk.last_layer) if held.trunk is not None else (0, 0)
+    return (
+        layers == (share.first_layer, share.last_layer)
+        and held.settings.weight_format == settings.weight_format
+    )
 
 
 def _runner(

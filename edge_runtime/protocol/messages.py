@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from msgspec import Meta, Struct
 
 from edge_runtime.errors import Refusal
+from topology.speeds import LinkSpeed, NodeSpeed
 
 PROTOCOL_VERSION = 1
 
@@ -128,6 +129,9 @@ class NodeReport(Struct, frozen=True):
     bad_frames     messages dropped because they were not ours
     busy_s         time spent in steps and in peers' expert calls
     numbers        any further counter, by name
+    speed          what its arithmetic and calls take, as it measured them; None before
+    links          peer -> the link to it, as measured
+    cores          processors of its machine, 0 if not known
     """
 
     state: Name = "joining"
@@ -145,6 +149,9 @@ class NodeReport(Struct, frozen=True):
     prefix_hits: Count = 0
     busy_s: Seconds = 0.0
     numbers: dict[str, float] = {}
+    speed: NodeSpeed | None = None
+    links: dict[Name, LinkSpeed] = {}
+    cores: Seconds = 0.0
 
 
 class Heartbeat(Message, frozen=True):
@@ -436,6 +443,20 @@ class StageResult(Message, frozen=True):
     hosts: list[Name] = []
     failed: list[tuple[Index, str]] = []
     seconds: list[Seconds] = []
+
+
+class Probe(Message, frozen=True):
+    """Measures the way to a node: it sends the numbers back. Answered by Probed."""
+
+    max_body_bytes: ClassVar[int] = 1 << 10
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("numbers", ("float32",), 1),)
+
+
+class Probed(Message, frozen=True):
+    """The answer to Probe: its numbers."""
+
+    max_body_bytes: ClassVar[int] = 1 << 10
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("numbers", ("float32",), 1),)
 
 
 # --- requests -------------------------------------------------------------------------------------------------------

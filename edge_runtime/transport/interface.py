@@ -199,6 +199,7 @@ class AnyChannel(ABC):
         timeout_s: float,
         *,
         epoch: int = 0,
+        tensors: Sequence[Any] = (),
     ) -> Envelope:
         """Send, once the peer is there, and wait for the answer of an expected type.
 
@@ -216,7 +217,7 @@ class AnyChannel(ABC):
         if self.is_lost():
             raise self.lost_error()
         call_id = next_call_id()
-        if not self.send(message, call_id=call_id, epoch=epoch, ttl_s=timeout_s):
+        if not self.send(message, call_id=call_id, epoch=epoch, ttl_s=timeout_s, tensors=tensors):
             raise self.lost_error()
         while (left := deadline - self.clock.now()) > 0:
             try:

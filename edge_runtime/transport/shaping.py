@@ -94,7 +94,7 @@ def cluster_shaper(cluster: Cluster, own: str, seed: int = 0) -> Shaper:
     names = set(cluster.node_names)
 
     def link_of(source: str, target: str) -> Link:
-        if not {source, target} <= names:
+        if source == target or not {source, target} <= names:
             return Link()
         link = cluster.link(source, target)
         return Link(delay_s=link.rtt_s / 2, rate_bps=link.bandwidth_bps)

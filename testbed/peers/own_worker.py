@@ -30,6 +30,7 @@ class _Clock:
 
     def __init__(self) -> None:
         self.now = perf_counter
+        self.processor_s = process_time
 
     def sleep(self, seconds: float) -> None:
         raise AssertionError("an engine that is stepped by hand never waits")

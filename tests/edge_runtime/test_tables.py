@@ -32,6 +32,7 @@ def status(**changes: object) -> dict:
         "in_flight": 2,
         "fault": None,
         "report": {"kv_blocks_total": 64, "kv_blocks_free": 60, "tokens_generated": 123, "calls_served": 9},
+        "speed": {"declared": {"memory_bytes_per_s": None, "flops": None}, "measured": None, "cores": None},
     }
     return {
         "cluster": "test",
@@ -42,6 +43,7 @@ def status(**changes: object) -> dict:
         "experts_without_host": 0,
         "groups": [group("n1")],
         "nodes": [node | changes],
+        "links": [],
     }
 
 
@@ -83,6 +85,27 @@ def test_nothing_is_folded_however_long(monkeypatch):
     name = "n" * 200
     lines = status_table(status(name=name, address="h" * 255 + ":1")).splitlines()
     assert len(lines) == 5 and lines[-1].startswith(name)
+
+
+def test_what_is_declared_is_shown_beside_what_was_measured():
+    measured = {
+        "memory_bytes_per_s": 8.123456e9,
+        "flops": 6e10,
+        "call_overhead_s": 0.0001,
+        "experts": {"bytes_per_s": 2e10, "flops": 5e10, "overhead_s": 1e-5},
+    }
+    declared = {"memory_bytes_per_s": 9e9, "flops": None}
+    body = status(speed={"declared": declared, "measured": measured, "cores": 2.0})
+    link = {
+        "between": ["n1", "n2"],
+        "declared": {"rtt_s": 0.001, "bandwidth_bps": 1e9},
+        "measured": {"rtt_s": 0.0048, "bandwidth_bps": 2e8},
+    }
+    text = status_table(body | {"links": [link]})
+    assert "n1: memory 9 GB/s declared, 8.12 GB/s, compute 60 GFLOP/s, experts 20 GB/s, a call 100 us" in text
+    assert (
+        "n1 - n2: round trip 1 ms declared, 4.8 ms measured; 1 Gbit/s declared, 200 Mbit/s measured" in text
+    )
 
 
 def test_a_plan_shows_the_same_bytes_as_its_json():

@@ -65,7 +65,14 @@ def _of_type(info: Any) -> st.SearchStrategy:
             return st.dictionaries(_of_type(info.key_type), _of_type(info.value_type), max_size=3)
         case kind.StructType():
             return st.builds(info.cls, **{field.name: _of_type(field.type) for field in info.fields})
+        case kind.DataclassType():
+            return st.builds(info.cls, **{field.name: _positive(field.type) for field in info.fields})
     raise AssertionError(f"no strategy for {info}")
+
+
+def _positive(info: Any) -> st.SearchStrategy:
+    """Of a field of a measurement, whose numbers are all above 0."""
+    return st.floats(1e-6, 1e12) if isinstance(info, msgspec.inspect.FloatType) else _of_type(info)
 
 
 _by_type = {cls: _of_type(msgspec.inspect.type_info(cls)) for cls in MESSAGES.values()}

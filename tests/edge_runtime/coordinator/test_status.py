@@ -5,12 +5,14 @@ import json
 import pytest
 
 from edge_runtime.coordinator import state as states
+from edge_runtime.coordinator.speed_book import measured_of
 from edge_runtime.coordinator.status import status_body
 from edge_runtime.coordinator.streams import Streams
 from edge_runtime.protocol import Failed, Finished, NodeReport, Submit
 from edge_runtime.tables import status_table
 from tests.support.coordinators import cluster, footprint
 from topology.placement import plan_placement
+from topology.speeds import NOTHING_MEASURED, LinkSpeed, NodeSpeed
 
 
 class Watched:
@@ -21,6 +23,7 @@ class Watched:
         self.placement = plan_placement(self.cluster, footprint())
         self.state = states.initial_state(["n1", "n2"], 1, 1.0, 5.0)
         self.streams = Streams()
+        self.measured = NOTHING_MEASURED
 
     def give(self, *events: states.Event, now: float = 10.0) -> None:
         for event in events:
@@ -29,7 +32,13 @@ class Watched:
     def body(self, now: float = 12.5) -> dict:
         coordinator = {"address": "127.0.0.1:1", "pid": 1}
         found = status_body(
-            self.cluster, self.placement, self.state, self.streams, coordinator=coordinator, now=now
+            self.cluster,
+            self.placement,
+            self.state,
+            self.streams,
+            coordinator=coordinator,
+            measured=self.measured,
+            now=now,
         )
         assert json.loads(json.dumps(found)) == found
         assert status_table(found)
@@ -90,3 +99,22 @@ def test_requests_are_counted_by_node_and_by_how_they_ended(watched):
     body = watched.body()
     assert body["requests"] == {"in_flight": 2, "finished": 1, "failed": 1}
     assert [node["in_flight"] for node in body["nodes"]] == [1, 1]
+
+
+def test_what_nodes_measured_is_shown_beside_what_the_file_says(watched):
+    report = NodeReport(
+        state="ready",
+        speed=NodeSpeed(flops=5e9),
+        links={"n2": LinkSpeed(rtt_s=0.004, bandwidth_bps=3e8)},
+        cores=2.0,
+    )
+    watched.give(states.Joined("n1", b"c", "i", 77), states.Beat("n1", report))
+    watched.measured = measured_of({"n1": report}, {}, ("n1",))
+    body = watched.body()
+    speed = body["nodes"][0]["speed"]
+    assert speed["measured"]["flops"] == 5e9 and speed["cores"] == 2.0
+    assert speed["declared"] == {"memory_bytes_per_s": None, "flops": None}
+    assert body["nodes"][1]["speed"]["measured"] is None
+    [link] = body["links"]
+    assert link["between"] == ["n1", "n2"] and link["measured"] == {"rtt_s": 0.004, "bandwidth_bps": 3e8}
+    assert link["declared"] == {"rtt_s": 0.001, "bandwidth_bps": 1e9}

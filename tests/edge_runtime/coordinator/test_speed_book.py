@@ -1,0 +1,121 @@
+"""Speeds corrected by what work takes: least squares over heartbeats find the costs, and restarts begin anew."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from edge_runtime.coordinator.speed_book import (
+    COUNTERS,
+    STEP_EXTRA_S,
+    Costs,
+    Observed,
+    corrected,
+    look,
+    measured_of,
+    promised_s,
+)
+from edge_runtime.protocol import NodeReport
+from tests.support.planning import DEMO, MIB, cluster, node
+from topology.node_plan import NodePlan
+from topology.placement import plan_placement
+from topology.speeds import ExpertSpeed, LinkSpeed, NodeSpeed
+
+SPEED = NodeSpeed(
+    memory_bytes_per_s=30e9,
+    flops=100e9,
+    call_work_s=200e-6,
+    call_overhead_s=100e-6,
+    experts=ExpertSpeed(bytes_per_s=40e9, flops=90e9, overhead_s=20e-6),
+)
+
+
+@pytest.fixture
+def plan() -> NodePlan:
+    one = cluster(node("a", 512 * MIB), plan="home")
+    return plan_placement(one, DEMO).plan_of("a")
+
+
+def lived(plan: NodePlan, costs: Costs, seed: int = 1, beats: int = 12) -> Observed:
+    """Heartbeats of a node whose work costs so much, from one request at a time to sixteen."""
+    rng, totals, found = (
+        random.Random(seed),
+        dict.fromkeys((*COUNTERS, "calls_served", "tokens"), 0.0),
+        Observed(),
+    )
+    for _ in range(beats):
+        rows, steps, calls = rng.choice((1, 3, 16)), 100, rng.randrange(800)
+        done = dict.fromkeys(totals, 0.0) | {
+            "step_steps": float(steps),
+            "step_rows_computed": float(steps * rows),
+            "tokens": float(steps * rows),
+            "calls_made": calls / 2,
+            "calls_served": calls / 2,
+            "pairs_sent": float(calls),
+            "pairs_served": float(calls),
+        }
+        arithmetic = promised_s(done, SPEED, DEMO, plan)
+        done["processor_s"] = costs.factor * arithmetic + steps * costs.step_s + calls * costs.call_s
+        totals = {name: value + done[name] for name, value in totals.items()}
+        found = look(found, 7, told(totals), DEMO, plan)
+    return found
+
+
+def told(totals: dict[str, float], speed: NodeSpeed | None = SPEED) -> NodeReport:
+    return NodeReport(
+        calls_served=int(totals["calls_served"]),
+        tokens_generated=int(totals["tokens"]),
+        numbers={name: totals[name] for name in COUNTERS},
+        speed=speed,
+        cores=2.0,
+    )
+
+
+@pytest.mark.parametrize(
+    "costs", [Costs(1.0, 200e-6, 100e-6), Costs(1.6, 500e-6, 300e-6), Costs(2.5, 1e-4, 5e-5)]
+)
+def test_what_work_takes_is_found_from_heartbeats(plan, costs) -> None:
+    found = lived(plan, costs).costs
+    assert found is not None
+    for rows, calls in ((1, 0), (1, 8), (16, 0), (16, 8), (4, 2)):
+        step = dict.fromkeys((*COUNTERS, "calls_served", "tokens"), 0.0)
+        step |= {"step_steps": 1.0, "step_rows_computed": float(rows), "tokens": float(rows)}
+        step |= {"calls_made": calls / 2, "calls_served": calls / 2}
+        arithmetic = promised_s(step, SPEED, DEMO, plan)
+        true, told_ = (c.factor * arithmetic + c.step_s + calls * c.call_s for c in (costs, found))
+        assert told_ == pytest.approx(true, rel=0.2), (rows, calls)
+
+
+def test_a_little_work_teaches_nothing_and_a_restart_begins_anew(plan) -> None:
+    first = look(Observed(), 7, told(dict.fromkeys((*COUNTERS, "calls_served", "tokens"), 0.0)), DEMO, plan)
+    little = dict.fromkeys((*COUNTERS, "calls_served", "tokens"), 0.0) | {
+        "step_steps": 3.0,
+        "processor_s": 9.0,
+    }
+    assert look(first, 7, told(little), DEMO, plan).costs is None
+    known = lived(plan, Costs(2.0, 1e-4, 1e-4))
+    again = look(known, 8, told(dict.fromkeys(little, 0.0)), DEMO, plan)
+    assert again.costs is None and again.pid == 8
+    smaller = look(known, 7, told(dict.fromkeys(little, 0.0)), DEMO, plan)
+    assert smaller.costs == known.costs, "another engine counts anew; what is known stays"
+    assert look(first, 7, told(little, None), DEMO, plan).costs is None
+
+
+def test_costs_are_added_to_what_was_measured() -> None:
+    plain = corrected(SPEED, None)
+    assert plain == replace(SPEED, step_overhead_s=SPEED.step_overhead_s + STEP_EXTRA_S)
+    slow = corrected(SPEED, Costs(2.0, 1e-3, 300e-6))
+    assert slow.memory_bytes_per_s == SPEED.memory_bytes_per_s / 2
+    assert slow.step_overhead_s == pytest.approx(2 * SPEED.step_overhead_s + 1e-3)
+    assert slow.call_work_s == pytest.approx(600e-6)
+    assert slow.call_overhead_s == pytest.approx(3 * SPEED.call_overhead_s)
+
+
+def test_links_are_the_mean_of_what_both_ends_say_and_only_who_reported_is_measured() -> None:
+    reports = {
+        "a": NodeReport(links={"b": LinkSpeed(rtt_s=0.002, bandwidth_bps=1e8)}, speed=SPEED, cores=2.0),
+        "b": NodeReport(links={"a": LinkSpeed(rtt_s=0.004, bandwidth_bps=3e8)}),
+    }
+    found = measured_of(reports, {}, ("a", "b", "c"))
+    assert found.links == {("a", "b"): LinkSpeed(rtt_s=0.003, bandwidth_bps=2e8)}
+    assert found.speeds.keys() == {"a"} and found.cores == {"a": 2.0}
