@@ -48,7 +48,8 @@ class _RunsByDefault(click.Group):
 @click.group(
     cls=_RunsByDefault,
     subcommand_metavar="MODEL --corpus FOLDER | COMMAND [ARGS]...",
-    epilog="\b\nExample:\n  edge-runtime calibrate models/edge-moe-demo --corpus corpus",
+    epilog="\b\nExample:\n  edge-runtime calibrate models/edge-moe-demo --corpus corpus\n"
+    "  edge-runtime calibrate show models/edge-moe-demo",
 )
 def calibrate() -> None:
     """Measure a model over labelled text: which experts are used, who can stand in for whom, what it costs.
@@ -120,6 +121,41 @@ def run(
         f"{clock.now() - began:.0f} s; wrote {', '.join(artifact.sections)}"
     )
     click.echo(str(out))
+
+
+@calibrate.command(
+    epilog="\b\nExample:\n  edge-runtime calibrate show models/edge-moe-demo\n"
+    "  edge-runtime calibrate show models/edge-moe-demo/calibration --plot calibration.png"
+)
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option(
+    "--plot", type=click.Path(path_type=Path), default=None, help="Draw to this file too (png, svg, pdf)."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
+def show(artifact: Path, plot: Path | None, as_json: bool) -> None:
+    """Show what an artifact says of a model: similarity by depth, skew of use, sensitivity.
+
+    ARTIFACT is its folder, or that of a model which has one.
+    """
+    import json
+
+    from calibration.show import artifact_text, draw, layer_rows
+    from edge_runtime.artifacts import INDEX_FILE, Artifact, artifact_folder
+
+    beside = artifact_folder(artifact)
+    found = Artifact.open(beside if not (artifact / INDEX_FILE).exists() and beside.is_dir() else artifact)
+    if as_json:
+        about = {"model_hash": found.model_hash, "corpus": found.index.corpus, "sections": found.sections}
+        click.echo(json.dumps(about | {"layers": layer_rows(found)}))
+    else:
+        click.echo(artifact_text(found))
+    if plot is not None:
+        if draw(found, plot):
+            _say(f"drawn to {plot}")
+        else:
+            _say(
+                "no picture: matplotlib is not installed (pip install 'edge-runtime[plots]'); the text above says the same"
+            )
 
 
 @calibrate.command(epilog="\b\nExample:\n  edge-runtime calibrate prism models/edge-moe-demo --corpus corpus")
