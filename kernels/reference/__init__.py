@@ -4,6 +4,7 @@ Arguments are what `kernels.ops` checked; results go into `out`. The docstrings 
 """
 
 from kernels.packing import FORMATS as ALL_FORMATS
+from kernels.reference.choose_slices import choose_slices
 from kernels.reference.combine import combine
 from kernels.reference.dispatch import dispatch
 from kernels.reference.gate_topk import gate_topk
@@ -13,6 +14,7 @@ from kernels.reference.linear import embed, linear, linear_heads, new_heads, pac
 from kernels.reference.paged_attention import biased_attention, paged_attention
 from kernels.reference.rms_norm import rms_norm, soft_cap
 from kernels.reference.rope import head_norm_rope
+from kernels.reference.sliced_ffn import expert_inner, sliced_ffn
 
 CHECKS = False
 NAME = "reference"
@@ -32,9 +34,11 @@ __all__ = [
     "FORMATS",
     "NAME",
     "biased_attention",
+    "choose_slices",
     "combine",
     "dispatch",
     "embed",
+    "expert_inner",
     "gate_topk",
     "grouped_ffn",
     "head_norm_rope",
@@ -50,5 +54,6 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "set_num_threads",
+    "sliced_ffn",
     "soft_cap",
 ]

@@ -16,7 +16,9 @@ from kernels.cpu.fallback.linear import embed, linear, linear_heads
 from kernels.cpu.fallback.paged_attention import biased_attention, paged_attention
 from kernels.cpu.fallback.rms_norm import rms_norm, soft_cap
 from kernels.cpu.fallback.rope import head_norm_rope
+from kernels.cpu.fallback.sliced_ffn import expert_inner, sliced_ffn
 from kernels.packing import FORMATS as ALL_FORMATS
+from kernels.reference.choose_slices import choose_slices
 from kernels.reference.grouped_ffn import new_bank, pack_expert
 from kernels.reference.linear import new_heads, pack_rows
 
@@ -29,9 +31,11 @@ __all__ = [
     "FORMATS",
     "NAME",
     "biased_attention",
+    "choose_slices",
     "combine",
     "dispatch",
     "embed",
+    "expert_inner",
     "gate_topk",
     "grouped_ffn",
     "head_norm_rope",
@@ -47,5 +51,6 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "set_num_threads",
+    "sliced_ffn",
     "soft_cap",
 ]

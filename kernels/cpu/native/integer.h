@@ -72,6 +72,7 @@ struct IntegerTile {
     float* out[MAX_ROWS];
     int64_t plane;
     int64_t inputs;
+    int64_t skip;    // bytes of codes before the first input
     int64_t ahead;   // bytes from a panel to the one that will be read when this tile is done; 0 if there is none
     int last_lanes;  // lanes of the last panel that exist
     bool add;
@@ -100,7 +101,7 @@ __attribute__((noinline)) void integer_tile(const IntegerTile& tile) {
 #pragma GCC unroll 8
         for (int j = 0; j < PANELS; ++j) total[i][j] = zero();
 
-    const int64_t plane = tile.plane, ahead = tile.ahead;
+    const int64_t plane = tile.plane, skip = tile.skip, ahead = tile.ahead;
     for (int64_t block = 0; block * C::BLOCK < tile.inputs; ++block) {
         Sum sum[ROWS][PANELS];
 #pragma GCC unroll 8
@@ -116,7 +117,7 @@ __attribute__((noinline)) void integer_tile(const IntegerTile& tile) {
                 for (int j = 0; j < PANELS; ++j) __builtin_prefetch(w[j] + line + ahead, 0, 2);
             }
 #pragma GCC unroll 8
-            for (int j = 0; j < PANELS; ++j) codes[j] = load_line(w[j] + line);
+            for (int j = 0; j < PANELS; ++j) codes[j] = load_line(w[j] + line + skip);
             if constexpr (C::LINE_INPUTS == 4) {
                 line_step<C, ROWS, PANELS>(sum, codes, x, k, plane);
             } else {
@@ -227,6 +228,7 @@ void product(const Panels& w, const float* const* x, float* const* out, int64_t 
     IntegerTile tile;
     tile.plane = plane;
     tile.inputs = K;
+    tile.skip = w.skip;
     tile.add = add;
     for (int64_t g = 0; g < groups; ++g) {
         const int64_t p0 = part_begin(panels, groups, g), p1 = part_begin(panels, groups, g + 1);

@@ -94,5 +94,8 @@ PYBIND11_MODULE(_native, m) {
     m.def("soft_cap", &call_soft_cap);
     m.def("kv_copy", &call_kv_copy);
     m.def("swap_search", &call_swap_search);
+    m.def("sliced_ffn", &call_sliced_ffn);
+    m.def("expert_inner", &call_expert_inner);
+    m.def("choose_slices", &call_choose_slices);
     m.def("fma_turns", [](int64_t turns) { return kernels().fma_turns(turns); });
 }

@@ -25,33 +25,43 @@ inline void write_kv(const KvPages& pages, const float* k, int64_t k_stride, int
     }
 }
 
-// out[i] = expert ids[i] of row rows[i] of x. All of them resident, all rows there.
-inline void run_experts(const Kernels& kernels, const Bank::Table& table, const float* x, int64_t x_stride,
-                        const int32_t* rows, const int32_t* ids, int64_t R, float* out, int64_t out_stride) {
+// Routed rows sorted by expert; with masks, those that want all slices before the others. All experts are resident.
+inline ExpertCall sorted_call(const Bank::Table& table, const float* x, int64_t x_stride, const int32_t* rows,
+                              const int32_t* ids, int64_t R, float* out, int64_t out_stride, const int32_t* masks,
+                              int64_t parts) {
     static thread_local std::vector<int64_t> next, offsets;
     static thread_local std::vector<int32_t> sorted;
     static thread_local std::vector<const Expert*> experts;
-    const int64_t E = static_cast<int64_t>(table.size());
-    next.assign(E + 1, 0);
-    sorted.resize(2 * R);
+    const int64_t E = static_cast<int64_t>(table.size()), kinds = masks ? 2 : 1, full = (1 << parts) - 1;
+    const auto key = [&](int64_t i) { return kinds * ids[i] + (masks && masks[i] != full); };
+    next.assign(kinds * E + 1, 0);
+    sorted.resize(3 * R);
     offsets.clear();
     experts.clear();
-    for (int64_t i = 0; i < R; ++i) ++next[ids[i] + 1];
-    for (int64_t e = 0; e < E; ++e) {
+    for (int64_t i = 0; i < R; ++i) ++next[key(i) + 1];
+    for (int64_t e = 0; e < kinds * E; ++e) {
         if (next[e + 1] > 0) {
             offsets.push_back(next[e]);
-            experts.push_back(&table[e]->view());
+            experts.push_back(&table[e / kinds]->view());
         }
         next[e + 1] += next[e];
     }
     offsets.push_back(R);
     for (int64_t i = 0; i < R; ++i) {  // stable: an expert meets its rows in the order given
-        const int64_t place = next[ids[i]]++;
+        const int64_t place = next[key(i)]++;
         sorted[place] = rows[i];
         sorted[R + place] = static_cast<int32_t>(i);
+        if (masks) sorted[2 * R + place] = masks[i];
     }
-    experts_in_parts(kernels, {x, x_stride, sorted.data(), sorted.data() + R, offsets.data(), experts.data(),
-                               static_cast<int64_t>(experts.size()), out, out_stride});
+    return {x, x_stride, sorted.data(), sorted.data() + R, offsets.data(), experts.data(),
+            static_cast<int64_t>(experts.size()), out, out_stride, masks ? sorted.data() + 2 * R : nullptr, parts};
+}
+
+// out[i] = expert ids[i] of row rows[i] of x, or the slices of it that masks[i] names. All rows are there.
+inline void run_experts(const Kernels& kernels, const Bank::Table& table, const float* x, int64_t x_stride,
+                        const int32_t* rows, const int32_t* ids, int64_t R, float* out, int64_t out_stride,
+                        const int32_t* masks = nullptr, int64_t parts = 1) {
+    experts_in_parts(kernels, sorted_call(table, x, x_stride, rows, ids, R, out, out_stride, masks, parts));
 }
 
 }  // namespace edge

@@ -27,6 +27,7 @@ struct Panels {
     int64_t num_outputs;
     int64_t num_inputs;
     int64_t panel_bytes;
+    int64_t skip = 0;  // bytes of values before the first input, where a view of later inputs keeps an int8 panel's scales
 };
 
 enum Activation : int { SWIGLU = 0, GEGLU_TANH = 1, CLAMPED_SWIGLU = 2, RELU = 3 };
@@ -95,6 +96,8 @@ struct ExpertCall {
     int64_t groups;
     float* out;
     int64_t out_stride;
+    const int32_t* masks = nullptr;  // [R] slices of each routed row, in expert order; a group is whole or partial
+    int64_t parts = 1;               // slices of an expert
 };
 
 // Neurons change places between the parts of a partition; see swaps.h.
@@ -135,6 +138,7 @@ struct Kernels {
     bool (*finite)(const float* x, int64_t stride, int64_t T, int64_t N);  // whether all of x is
     float (*fma_turns)(int64_t turns);                   // for the roofline: 512 multiply-adds each, nothing else
     void (*swap_search)(const SwapCall& call);
+    void (*expert_inner)(const ExpertCall& call);  // out [R, F]: what the neurons give
 };
 
 // x W^T for a W of codes, in whole numbers: see integer.h. `then` is what will be read next, or null. It calls the one
