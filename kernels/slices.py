@@ -35,7 +35,7 @@ def sliced_ffn(
     if R == 0:
         return out
     handle = _handle(bank, expert_ids)
-    _did(bank.backend.sliced_ffn(x, rows, expert_ids, masks, num_parts, handle, out), "sliced_ffn")  
+    _did(bank.backend.sliced_ffn(x, rows, expert_ids, masks, num_parts, handle, out), "sliced_ffn")
     return out
 
 
@@ -67,7 +67,7 @@ def expert_inner(
     out = torch.empty(len(rows), bank.F) if out is None else out
     if len(rows):
         handle = _handle(bank, expert_ids)
-        _did(bank.backend.expert_inner(x, rows, expert_ids, handle, out), "expert_inner")  
+        _did(bank.backend.expert_inner(x, rows, expert_ids, handle, out), "expert_inner")
     return out
 
 

@@ -79,10 +79,10 @@ def columns(weight: Tensor | Codes, begin: int, stop: int) -> Tensor | Codes:
     if isinstance(weight, Tensor):
         return weight[:, begin:stop]
     if weight.format == "int8":
-        return weight._replace(values=weight.values[:, begin:stop], shape=(weight.shape[0], stop - begin))
+        return weight._replace(values=weight.values[:, begin:stop], num_inputs=stop - begin)
     groups = slice(begin // GROUP, -(-stop // GROUP))
     return weight._replace(
-        values=weight.values[:, groups], scales=weight.scales[:, groups], shape=(weight.shape[0], stop - begin)
+        values=weight.values[:, groups], scales=weight.scales[:, groups], num_inputs=stop - begin
     )
 
 

@@ -45,7 +45,9 @@ def test_sliced_experts_agree_with_the_reference(
     expected = by_reference(
         lambda: slices.sliced_ffn(x, rows, ids, masks, N, make_bank.of(plain_experts, D, F))
     )
-    torch.testing.assert_close(found, expected)
+    # Rows meet codes as whole numbers of 15 bits: where one lies between two, both sides may round apart.
+    bounds = {} if format in ("float32", "bfloat16", "float16") else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(found, expected, **bounds)
     whole = masks == (1 << N) - 1
     assert torch.equal(found[whole], ops.grouped_ffn(x, rows, ids, bank)[whole]), (
         "a full mask is the plain path"
