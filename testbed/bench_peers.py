@@ -247,7 +247,7 @@ def _costs(
     trunk = expert = BLOCK_BYTES[format]
     if "expert_bytes" in facts:
         expert = facts["expert_bytes"] / (sizes.expert * sizes.experts * sizes.moe_layers)
-        trunk = facts["trunk_bytes"] / (sizes.trunk + sizes.head + sizes.embedding)
+        trunk = facts["trunk_bytes"] / (sizes.trunk + sizes.head)
     kv = KV_ITEM_BYTES.get(engine.name, OTHERS_KV_ITEM_BYTES)
     costs = {}
     for cell in cells:
@@ -324,6 +324,7 @@ address = "127.0.0.1:{ports[1]}"
 memory = "{memory} MiB"
 threads = {threads}
 weight_format = "{weight_format}"
+trunk_format = "{weight_format}"
 """
 
 

@@ -1,8 +1,8 @@
 """Perplexity and bytes of a model in every weight format: `python -m testbed.formats --text FILE...`.
 
 Reads text given by the user: one document a line of jsonl (its "text"), or a whole file otherwise. Of each document the
-first window is read, in one step; every token from the second on counts. Only the routed experts change format, as on a
-node. Knows no cluster.
+first window is read, in one step; every token from the second on counts. A format is that of the routed experts
+(a node's `weight_format`), or, as "int8/int4", of experts and trunk (its `trunk_format`). Knows no cluster.
 """
 
 import gzip
@@ -27,6 +27,7 @@ from kernels.packing import FORMATS, KV_BLOCK_TOKENS
 from topology.ids import ExpertId
 
 AS_STORED = "as_stored"
+BOTH = ("int8/int8", "int4/int8", "int4/int4")
 DEMO = Path(__file__).resolve().parent / "models" / "edge-moe-demo"
 
 
@@ -34,7 +35,7 @@ DEMO = Path(__file__).resolve().parent / "models" / "edge-moe-demo"
 class Row:
     """One line of the table."""
 
-    weight_format: str
+    formats: str
     perplexity: float
     """Geometric mean over all tokens that were predicted."""
     tokens: int
@@ -72,55 +73,66 @@ def windows(
 
 
 class Model:
-    """A whole model on this machine whose experts can change format."""
+    """A whole model on this machine that can change format."""
 
     def __init__(self, folder: Path, context_tokens: int | None) -> None:
         self.checkpoint = Checkpoint.open(folder)
         self.spec = spec = self.checkpoint.spec
         self.context_tokens = min(context_tokens or spec.context_tokens, spec.context_tokens)
-        self.trunk = load_trunk(self.checkpoint, spec, 0, spec.num_layers, context_tokens=self.context_tokens)
         num_blocks = -(-self.context_tokens // KV_BLOCK_TOKENS)
-        pages = KVPages(num_blocks, spec.kv_shapes(0, spec.num_layers))
-        self.decoder = Decoder(spec, self.trunk, pages, max_rows=self.context_tokens)
+        self._pages = KVPages(num_blocks, spec.kv_shapes(0, spec.num_layers))
         self.tables = torch.arange(num_blocks, dtype=torch.int32)[None]
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
-    def measure(self, weight_format: str, texts: Sequence[Sequence[int]]) -> Row:
-        """Read all texts with the experts in this format."""
+    def measure(self, formats: str, texts: Sequence[Sequence[int]]) -> Row:
+        """Read all texts with the experts in this format, and the trunk in another if there are two."""
+        weight_format, trunk_format = parted(formats)
+        trunk = load_trunk(
+            self.checkpoint,
+            self.spec,
+            0,
+            self.spec.num_layers,
+            context_tokens=self.context_tokens,
+            trunk_format=trunk_format,
+        )
+        decoder = Decoder(self.spec, trunk, self._pages, max_rows=self.context_tokens)
         layers = [(index, layer.gate) for index, layer in enumerate(self.spec.layers) if layer.gate]
         wanted = [ExpertId(index, i) for index, gate in layers for i in range(gate.num_experts)]
         store = load_experts(self.checkpoint, self.spec, wanted, weight_format=weight_format)
         port, nats, count = LocalExperts(store), 0.0, 0
         for ids in texts:
-            nats += self._nats(ids, port)
+            nats += self._nats(ids, decoder, port)
             count += len(ids) - 1
         perplexity = math.exp(nats / count) if count else math.nan
-        return Row(weight_format, perplexity, count, store.nbytes, self.trunk.nbytes)
+        return Row(formats, perplexity, count, store.nbytes, trunk.nbytes)
 
-    def _nats(self, ids: Sequence[int], port: LocalExperts) -> float:
+    def _nats(self, ids: Sequence[int], decoder: Decoder, port: LocalExperts) -> float:
         """The negative log likelihood of a text's tokens after the first."""
         T = len(ids)
         token_ids, positions = torch.tensor(ids, dtype=torch.int32), torch.arange(T, dtype=torch.int32)
         batch = AttentionBatch(positions, positions.clone(), torch.zeros(T, dtype=torch.int32), self.tables)
-        logits = self.decoder.head(self.decoder.run(token_ids, batch, port))[:-1]
+        logits = decoder.head(decoder.run(token_ids, batch, port))[:-1]
         chosen = logits.gather(1, token_ids[1:, None].long())[:, 0]
         return float((logits.logsumexp(dim=1) - chosen).double().sum())
+
+
+def parted(formats: str) -> tuple[str, str]:
+    """Format of the experts and of the trunk: "int8/int4", or "int8" with the trunk as stored."""
+    weight_format, _, trunk_format = formats.partition("/")
+    return weight_format, trunk_format or AS_STORED
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as markdown; change against the first."""
     lines = [
-        "| experts in | perplexity | change | MB of experts | of as stored |",
+        "| experts, trunk in | perplexity | change | MB of experts | of trunk |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
         change = f"{(row.perplexity / rows[0].perplexity - 1) * 100:+.2f} %"
-        share = f"{row.expert_bytes / rows[0].expert_bytes:.3f}" if rows[0].expert_bytes else "-"
-        size = f"{row.expert_bytes / 1e6:.2f}"
-        lines.append(f"| {row.weight_format} | {row.perplexity:.3f} | {change} | {size} | {share} |")
-    lines.append(
-        f"\n{rows[0].tokens} tokens predicted; the rest of the model takes {rows[0].trunk_bytes / 1e6:.2f} MB."
-    )
+        sizes = f"{row.expert_bytes / 1e6:.2f} | {row.trunk_bytes / 1e6:.2f}"
+        lines.append(f"| {', '.join(parted(row.formats))} | {row.perplexity:.3f} | {change} | {sizes} |")
+    lines.append(f"\n{rows[0].tokens} tokens predicted.")
     return "\n".join(lines)
 
 
@@ -137,7 +149,7 @@ def table(rows: Sequence[Row]) -> str:
 @click.option(
     "--model", type=click.Path(path_type=Path, exists=True), default=DEMO, help="Folder of a model."
 )
-@click.option("--formats", "names", default=",".join((AS_STORED, *FORMATS)), show_default=True)
+@click.option("--formats", "names", default=",".join((AS_STORED, *FORMATS, *BOTH)), show_default=True)
 @click.option("--context", type=click.IntRange(2), default=None, help="Tokens a window; default the model's.")
 @click.option(
     "--documents", "most", type=click.IntRange(1), default=None, help="At most so many of each file."
@@ -155,7 +167,7 @@ def main(
     """Print perplexity and bytes of a model with its experts in each format."""
     allowed = (AS_STORED, *FORMATS)
     wanted = names.split(",")
-    if wrong := [name for name in wanted if name not in allowed]:
+    if wrong := [name for name in wanted if not {*parted(name)} <= {*allowed}]:
         raise click.BadParameter(f"formats: found {', '.join(wrong)}, expected some of {', '.join(allowed)}")
     loaded = Model(model, context)
     read = list(windows((*texts, *more), loaded.tokenizer, loaded.context_tokens, most))

@@ -44,6 +44,8 @@ class Node:
     """Where it computes, of `DEVICES`."""
     weight_format: str = "as_stored"
     """How it keeps its routed experts, of `WEIGHT_FORMATS`."""
+    trunk_format: str = "as_stored"
+    """How it keeps attention, dense MLPs and head, of `WEIGHT_FORMATS`."""
     threads: int = 1
     """Threads of its arithmetic."""
     memory_bytes_per_s: float | None = None

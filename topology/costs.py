@@ -4,10 +4,21 @@ Knows no checkpoint and no tensor: whoever has read the model's configuration fi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from topology.cluster import Cluster, Node
 from topology.ids import ExpertId
+
+AS_STORED = "as_stored"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkSizes:
+    """Bytes of a trunk's parts in one format; see `ModelFootprint`."""
+
+    embed_bytes: int
+    head_bytes: int
+    layer_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +58,8 @@ class ModelFootprint:
     """Buffers of a step on a trunk node, per request: logits and sampling."""
     expert_row_workspace_bytes: int = 0
     """Buffers of an expert host for its peers' calls, per token row: rows in, all routed outputs."""
+    trunks: Mapping[str, TrunkSizes] = field(default_factory=dict)
+    """trunk format -> its sizes, for those other than as stored, which stand above."""
     width: int = 0
     """D, numbers in a row that travels. 0 if not known: then no time can be predicted."""
     top_k: int = 0
@@ -61,23 +74,37 @@ class ModelFootprint:
         ]
 
 
-def trunk_parts(footprint: ModelFootprint, first_layer: int, last_layer: int) -> dict[str, int]:
+def trunk_sizes(footprint: ModelFootprint, trunk_format: str) -> TrunkSizes:
+    """The sizes of a trunk in that format."""
+    if trunk_format != AS_STORED:
+        return footprint.trunks[trunk_format]
+    return TrunkSizes(
+        embed_bytes=footprint.embed_bytes, head_bytes=footprint.head_bytes, layer_bytes=footprint.layer_bytes
+    )
+
+
+def trunk_parts(
+    footprint: ModelFootprint, first_layer: int, last_layer: int, trunk_format: str = AS_STORED
+) -> dict[str, int]:
     """Part -> bytes of the trunk of layers [first_layer, last_layer), embedding and head where they belong."""
     if first_layer >= last_layer:
         return {}
+    sizes = trunk_sizes(footprint, trunk_format)
     starts, ends = first_layer == 0, last_layer == footprint.num_layers
-    parts = {f"layer {layer}": footprint.layer_bytes[layer] for layer in range(first_layer, last_layer)}
+    parts = {f"layer {layer}": sizes.layer_bytes[layer] for layer in range(first_layer, last_layer)}
     parts["tables"] = footprint.table_bytes
     if starts or (ends and footprint.head_is_tied):
-        parts["embedding"] = footprint.embed_bytes
+        parts["embedding"] = sizes.embed_bytes
     if ends:
-        parts["head"] = footprint.head_bytes
+        parts["head"] = sizes.head_bytes
     return parts
 
 
-def trunk_bytes(footprint: ModelFootprint, first_layer: int, last_layer: int) -> int:
+def trunk_bytes(
+    footprint: ModelFootprint, first_layer: int, last_layer: int, trunk_format: str = AS_STORED
+) -> int:
     """Bytes of the trunk of layers [first_layer, last_layer)."""
-    return sum(trunk_parts(footprint, first_layer, last_layer).values())
+    return sum(trunk_parts(footprint, first_layer, last_layer, trunk_format).values())
 
 
 def kv_block_bytes(footprint: ModelFootprint, first_layer: int, last_layer: int) -> int:

@@ -253,6 +253,7 @@ def _node_changes(old: Node | None, new: Node | None) -> tuple[Change, ...]:
         ("roles", _words(old.roles), _words(new.roles)),
         ("device", old.device, new.device),
         ("weight_format", old.weight_format, new.weight_format),
+        ("trunk_format", old.trunk_format, new.trunk_format),
         ("threads", str(old.threads), str(new.threads)),
         (
             "memory_bandwidth",

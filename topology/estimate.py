@@ -49,7 +49,10 @@ class Estimate:
         self._wanted = max(costs.kv_blocks(footprint, cluster.kv_tokens), self._least)
         self._floor = kv_floor_blocks(cluster, footprint, kv_floor_tokens)
         # Prefix sums over layers: the search asks for the room of every range of layers of every node.
-        self._layer_sums = _sums(footprint.layer_bytes)
+        self._trunks = {
+            name: costs.trunk_sizes(footprint, node.trunk_format) for name, node in self.nodes.items()
+        }
+        self._layer_sums = {name: _sums(sizes.layer_bytes) for name, sizes in self._trunks.items()}
         self._block_sums = _sums(
             [costs.kv_block_bytes(footprint, layer, layer + 1) for layer in range(footprint.num_layers)]
         )
@@ -76,10 +79,10 @@ class Estimate:
         model, has_trunk = self.footprint, first < last
         used = self._fixed[node, has_trunk]
         if has_trunk:
-            ends = last == model.num_layers
-            used += self._layer_sums[last] - self._layer_sums[first] + model.table_bytes
-            used += model.embed_bytes if first == 0 or (ends and model.head_is_tied) else 0
-            used += model.head_bytes if ends else 0
+            ends, sizes, sums = last == model.num_layers, self._trunks[node], self._layer_sums[node]
+            used += sums[last] - sums[first] + model.table_bytes
+            used += sizes.embed_bytes if first == 0 or (ends and model.head_is_tied) else 0
+            used += sizes.head_bytes if ends else 0
             used += blocks * (self._block_sums[last] - self._block_sums[first])
         return float(self.nodes[node].memory_bytes - used)
 
@@ -255,7 +258,11 @@ class Estimate:
             seconds, head, fixed = np.zeros((FRACTIONS + 1, L)), 0.0, 0.0
             for batch, weight in workload.batches:
                 trunk, of_head = trunk_seconds(
-                    self.footprint, self.machines.speed(name), batch, workload.context_tokens
+                    self.footprint,
+                    self.machines.speed(name),
+                    batch,
+                    workload.context_tokens,
+                    self.machines.trunk_format(name),
                 )
                 seconds += weight / total * trunk
                 head += weight / total * of_head

@@ -15,6 +15,7 @@ class NodeRow:
     name: str
     roles: tuple[str, ...]
     weight_format: str
+    trunk_format: str
     layers: tuple[int, int] | None
     """First and last layer of its trunk; None without one."""
     process_bytes: int
@@ -46,6 +47,7 @@ def explain(placement: Placement, cluster: Cluster, footprint: ModelFootprint) -
             name=plan.node,
             roles=tuple(sorted(plan.roles)),
             weight_format=find_node(cluster, plan.node).weight_format,
+            trunk_format=plan.trunk_format,
             layers=(plan.first_layer, plan.last_layer - 1) if plan.layers else None,
             process_bytes=plan.process_bytes,
             trunk_bytes=plan.trunk_bytes,

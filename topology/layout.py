@@ -200,7 +200,7 @@ class _Desk:
             first, last = entry.layers
             parts = {
                 "process": self.cluster.process_reserve_bytes,
-                "trunk": costs.trunk_bytes(self.footprint, first, last),
+                "trunk": costs.trunk_bytes(self.footprint, first, last, entry.node.trunk_format),
                 "KV of one context": self._least_blocks() * costs.kv_block_bytes(self.footprint, first, last),
                 "workspace": costs.workspace_bytes(self.cluster, entry.node, self.footprint),
             }
@@ -303,7 +303,7 @@ class _Desk:
             first_layer=first,
             last_layer=last,
             experts=(),
-            trunk_bytes=costs.trunk_bytes(self.footprint, first, last),
+            trunk_bytes=costs.trunk_bytes(self.footprint, first, last, node.trunk_format),
             expert_bytes=0,
             kv_blocks=0,
             kv_bytes=0,
@@ -311,6 +311,7 @@ class _Desk:
             process_bytes=self.cluster.process_reserve_bytes,
             memory_bytes=node.memory_bytes,
             weight_format=node.weight_format,
+            trunk_format=node.trunk_format,
         )
         if first == last:
             return plan

@@ -116,13 +116,13 @@ class _Move:
         return self._shape(self.plans, name) != self._shape(self.new_plans, name)
 
     @staticmethod
-    def _shape(plans: Mapping[str, NodePlan], name: str) -> tuple[int, int, int, int]:
+    def _shape(plans: Mapping[str, NodePlan], name: str) -> tuple[int, int, int, int, str]:
         """What the engine and the expert service are built for: a change of it needs others beside the old ones."""
         plan = plans.get(name)
         return (
-            (plan.first_layer, plan.last_layer, plan.kv_blocks, plan.workspace_bytes)
+            (plan.first_layer, plan.last_layer, plan.kv_blocks, plan.workspace_bytes, plan.trunk_format)
             if plan
-            else (0, 0, 0, 0)
+            else (0, 0, 0, 0, costs.AS_STORED)
         )
 
     def limit(self, name: str) -> int:
@@ -156,8 +156,10 @@ class _Move:
             + new.workspace_bytes
         )
 
-    def _parts(self, plan: NodePlan) -> dict[str, int]:
-        return costs.trunk_parts(self.footprint, plan.first_layer, plan.last_layer)
+    def _parts(self, plan: NodePlan) -> dict[tuple[str, str], int]:
+        """By name and format: a part in another format is another part."""
+        parts = costs.trunk_parts(self.footprint, plan.first_layer, plan.last_layer, plan.trunk_format)
+        return {(name, plan.trunk_format): size for name, size in parts.items()}
 
     def new_trunk_bytes(self, name: str) -> int:
         """Bytes of trunk that the node has to load for the switch."""

@@ -62,6 +62,8 @@ class NodePlan:
     """The node's limit, as the file states it."""
     weight_format: str = "as_stored"
     """How it keeps its experts; one that changes makes them other bytes."""
+    trunk_format: str = "as_stored"
+    """How it keeps the matrices of its trunk."""
 
     @property
     def reserved_bytes(self) -> int:

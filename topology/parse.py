@@ -42,6 +42,7 @@ _DEFAULT_NODE_KEYS = {
     "memory": Key("memory_bytes", _SIZE),
     "device": Key("device", readers.read_device),
     "weight_format": Key("weight_format", readers.read_weight_format),
+    "trunk_format": Key("trunk_format", readers.read_weight_format),
     "threads": Key("threads", readers.read_threads),
     "memory_bandwidth": Key("memory_bytes_per_s", _BYTE_RATE),
     "compute": Key("flops", _FLOPS),

@@ -102,6 +102,8 @@ class Machines:
     default_link: LinkSpeed = field(default_factory=LinkSpeed)
     formats: Mapping[str, str] = field(default_factory=dict)
     """Node -> the weight format of its experts, `as_stored` if it is not there."""
+    trunk_formats: Mapping[str, str] = field(default_factory=dict)
+    """The same of its trunk."""
     hosts: Mapping[str, str] = field(default_factory=dict)
     """Node -> the machine that it is on, itself if it is not there."""
     cores: Mapping[str, float] = field(default_factory=dict)
@@ -123,6 +125,9 @@ class Machines:
 
     def weight_format(self, node: str) -> str:
         return self.formats.get(node, "as_stored")
+
+    def trunk_format(self, node: str) -> str:
+        return self.trunk_formats.get(node, "as_stored")
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,7 @@ def machines_of(
         links={**declared, **measured},
         default_link=LinkSpeed(rtt_s=default.rtt_s, bandwidth_bps=default.bandwidth_bps),
         formats={node.name: node.weight_format for node in cluster.nodes},
+        trunk_formats={node.name: node.trunk_format for node in cluster.nodes},
         hosts={node.name: node.host for node in cluster.nodes},
         cores={node.host: cores[node.name] for node in cluster.nodes if cores and node.name in cores},
         busy=busy,

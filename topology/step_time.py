@@ -29,7 +29,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from topology.costs import ModelFootprint
+from topology.costs import AS_STORED, ModelFootprint, trunk_sizes
 from topology.host_choice import choose_hosts
 from topology.ids import ExpertId
 from topology.node_plan import GroupPlan, Placement, Stage
@@ -221,18 +221,25 @@ def _sizes(by_layer: tuple[int, ...], layers: tuple[int, ...]) -> Floats:
 
 
 def trunk_seconds(
-    footprint: ModelFootprint, speed: NodeSpeed, batch: int, context_tokens: float = DEFAULT_CONTEXT_TOKENS
+    footprint: ModelFootprint,
+    speed: NodeSpeed,
+    batch: int,
+    context_tokens: float = DEFAULT_CONTEXT_TOKENS,
+    trunk_format: str = AS_STORED,
 ) -> tuple[Floats, float]:
     """Seconds of each layer's trunk, [L], and of the head; the overhead of layers in, that of the step not."""
+    kept = trunk_sizes(footprint, trunk_format)
     layer_bytes = np.array(footprint.layer_bytes, dtype=float)
+    read_bytes = np.array(kept.layer_bytes, dtype=float)
     kv_bytes = batch * context_tokens * np.array(footprint.kv_bytes_per_token, dtype=float)
     layers = (
         speed.layer_overhead_s
-        + (layer_bytes + kv_bytes) / speed.memory_bytes_per_s
+        + (read_bytes + kv_bytes) / speed.memory_bytes_per_s
         + operations(footprint, 1.0, batch) * layer_bytes / speed.flops
     )
     head_bytes = footprint.head_bytes + (footprint.embed_bytes if footprint.head_is_tied else 0)
-    head = head_bytes / speed.memory_bytes_per_s + operations(footprint, head_bytes, batch) / speed.flops
+    read_by_head = kept.head_bytes + (kept.embed_bytes if footprint.head_is_tied else 0)
+    head = read_by_head / speed.memory_bytes_per_s + operations(footprint, head_bytes, batch) / speed.flops
     return layers, head
 
 
@@ -335,7 +342,7 @@ def predict_home_step(
     _require_shape(footprint)
     layers = [layer for layer in footprint.moe_layers if first_layer <= layer < last_layer]
     speed = machines.speed(home)
-    by_layer, head = trunk_seconds(footprint, speed, batch, context_tokens)
+    by_layer, head = trunk_seconds(footprint, speed, batch, context_tokens, machines.trunk_format(home))
     trunk_s = speed.step_overhead_s + batch * speed.row_overhead_s
     trunk_s += float(by_layer[first_layer:last_layer].sum())
     if last_layer == footprint.num_layers:

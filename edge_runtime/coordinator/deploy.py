@@ -119,6 +119,7 @@ def deploy_for(
             "max_requests": cluster.max_requests,
             "call_deadline_s": cluster.call_deadline_s,
             "weight_format": node.weight_format,
+            "trunk_format": node.trunk_format,
             "planned_bytes": plan.planned_bytes,
         },
         model_hash=model_hash,

@@ -61,19 +61,22 @@ def load_trunk(
     last_layer: int,
     *,
     context_tokens: int,
+    trunk_format: str = "as_stored",
     progress: Progress = quiet,
 ) -> Trunk:
     """Read layers [first_layer, last_layer) without routed experts, with embedding and head where they belong.
 
     context_tokens   positions the rope tables are made for
+    trunk_format     of attention's matrices, dense MLPs and the head; see `follows_trunk_format`
     """
     if not 0 <= first_layer < last_layer <= spec.num_layers:
         raise ValueError(f"no layers [{first_layer}, {last_layer}) in a model of {spec.num_layers}")
     ends = last_layer == spec.num_layers
     embeds = first_layer == 0 or (ends and spec.tied_head)
-    loader = _Loader(checkpoint, progress, trunk_names(checkpoint, spec, first_layer, last_layer))
+    parts = trunk_names(checkpoint, spec, first_layer, last_layer)
+    loader = _Loader(checkpoint, progress, parts, trunk_format)
     part = checkpoint.table.part
-    embed = loader.linear([part("embed")]) if embeds else None
+    embed = loader.linear([part("embed")], follows=spec.tied_head) if embeds else None
     ropes = {key: rope_table(*key, context_tokens) for key in rope_keys(spec)}
     own_embedding = spec.encoder is not None and spec.encoder.own_embedding and first_layer == 0
     encoder_embed = loader.linear([part("encoder_embed")]) if own_embedding else None
@@ -89,7 +92,7 @@ def load_trunk(
         ropes=tuple(ropes.values()),
         embed=embed if first_layer == 0 else None,
         final_norm=loader.vector([part("final_norm")]) * spec.head_scale if ends else None,
-        head=(embed if spec.tied_head else loader.linear([part("head")])) if ends else None,
+        head=(embed if spec.tied_head else loader.linear([part("head")], follows=True)) if ends else None,
         encoder_embed=encoder_embed,
     )
 
@@ -145,11 +148,27 @@ def add_experts(
         store.add(expert, loader.expert(each, spec, what, weight_format))
 
 
+def follows_trunk_format(name: str, packing: Packing) -> bool:
+    """Whether a layer's packing is kept in the trunk's format: attention's matrices and dense MLPs.
+
+    Gates stay as stored, so that routing is what it is; norms and biases are float32. So is the embedding, of which a
+    step reads a row per token, unless it is the head as well.
+    """
+    return packing.kind in ("linear", "mlp", "heads") and name not in ("gate", "shared_gate")
+
+
 class _Loader:
     """Reads parts, packs them and reports how far it is."""
 
-    def __init__(self, checkpoint: Checkpoint, progress: Progress, parts: Iterable[Part]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        progress: Progress,
+        parts: Iterable[Part],
+        trunk_format: str = "as_stored",
+    ) -> None:
         self.checkpoint = checkpoint
+        self.trunk_format = trunk_format
         self._progress = progress
         self._total = sum(map(checkpoint.stored_bytes, parts))
         self._done = 0
@@ -162,9 +181,9 @@ class _Loader:
         self._progress(self._done, self._total, what)
         return packed
 
-    def linear(self, parts: Sequence[Part]) -> LinearWeight:
-        """One matrix, or several stacked in this order."""
-        stored = self._format(parts, "as_stored")
+    def linear(self, parts: Sequence[Part], *, follows: bool = False) -> LinearWeight:
+        """One matrix, or several stacked in this order; in the trunk's format if it `follows` that."""
+        stored = self._format(parts, self.trunk_format if follows else "as_stored")
         return self.load(
             parts, lambda tensors: ops.pack_linear_rows(_alike(tensors), format=stored), parts[0].name
         )
@@ -191,7 +210,7 @@ class _Loader:
 
     def heads(self, part: Part, spec: AttentionSpec) -> tuple[HeadsWeight, HeadsWeight]:
         """A matrix of [H (A + U), C]: for each head the first A rows turned around, and the last U as they are."""
-        stored = self._format([part], "as_stored")
+        stored = self._format([part], self.trunk_format)
         latent = spec.latent
         assert latent is not None, "only latent attention has a matrix per head"
 
@@ -235,7 +254,7 @@ def _load_layer(loader: _Loader, spec: ModelSpec, layer: int, rope: tuple[Tensor
     layer_spec = spec.layers[layer]
     found: dict[str, Any] = {}
     for key, packing in layer_packings(layer_spec).items():
-        found[key] = _load_packing(loader, spec, layer, packing)
+        found[key] = _load_packing(loader, spec, layer, packing, follows_trunk_format(key, packing))
     kind = LatentWeights if layer_spec.attention.latent is not None else AttentionWeights
     if layer_spec.attention.latent is not None:
         found["to_latent"], found["from_latent"] = found.pop("kv_up")
@@ -246,10 +265,10 @@ def _load_layer(loader: _Loader, spec: ModelSpec, layer: int, rope: tuple[Tensor
     return LayerWeights(attention=kind(rope=rope, **attention), gate=gate, **found)
 
 
-def _load_packing(loader: _Loader, spec: ModelSpec, layer: int, packing: Packing) -> Any:
+def _load_packing(loader: _Loader, spec: ModelSpec, layer: int, packing: Packing, follows: bool) -> Any:
     parts = [loader.checkpoint.table.part(role, layer) for role in packing.roles]
     if packing.kind == "linear":
-        return loader.linear(parts)
+        return loader.linear(parts, follows=follows)
     if packing.kind == "vector":
         return loader.vector(parts)
     if packing.kind == "relative_bias":
@@ -260,7 +279,7 @@ def _load_packing(loader: _Loader, spec: ModelSpec, layer: int, packing: Packing
         return loader.heads(parts[0], spec.layers[layer].attention)
     mlp = dense_spec(spec.layers[layer])
     bank = ExpertBank(1, spec.width, mlp.width)
-    bank.set(0, loader.expert(parts, mlp, parts[0].name))
+    bank.set(0, loader.expert(parts, mlp, parts[0].name, loader.trunk_format))
     return bank
 
 

@@ -7,14 +7,14 @@ import math
 from collections.abc import Sequence
 
 from edge_runtime.model.architectures.table import Packing, Part, layer_packings
-from edge_runtime.model.build import dense_spec, packed_format
+from edge_runtime.model.build import dense_spec, follows_trunk_format, packed_format
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.decoder import row_numbers
 from edge_runtime.model.relative_bias import bias_columns
 from edge_runtime.model.rope import rope_table_bytes
 from edge_runtime.model.spec import ExpertSpec, KVShape
 from kernels.packing import FORMATS, KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
-from topology.costs import ModelFootprint
+from topology.costs import AS_STORED, ModelFootprint, TrunkSizes
 from topology.ids import ExpertId
 
 FLOAT32_BYTES = 4
@@ -29,11 +29,8 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
     context_tokens = context_tokens or spec.context_tokens
     gates = [layer.gate for layer in spec.layers if layer.gate is not None]
     num_columns = max((gate.top_k for gate in gates), default=0)
-    final_norm = spec.width * FLOAT32_BYTES
-    part = checkpoint.table.part
+    stored = _trunk_sizes(checkpoint, AS_STORED)
     kinds_of_experts = [_kinds_of_experts(checkpoint, layer) for layer in range(spec.num_layers)]
-    own = spec.encoder is not None and spec.encoder.own_embedding
-    embeddings = ("embed", "encoder_embed") if own else ("embed",)
     return ModelFootprint(
         num_layers=spec.num_layers,
         moe_layers=spec.moe_layers,
@@ -43,11 +40,12 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
                 max((_mlp_bytes(checkpoint, parts, layer.ffn, name) for parts in kinds), default=0)
                 for layer, kinds in zip(spec.layers, kinds_of_experts, strict=True)
             )
-            for name in ("as_stored", *FORMATS)
+            for name in (AS_STORED, *FORMATS)
         },
-        embed_bytes=sum(_linear_bytes(checkpoint, [part(role)]) for role in embeddings),
-        head_bytes=final_norm + (0 if spec.tied_head else _linear_bytes(checkpoint, [part("head")])),
-        layer_bytes=tuple(_layer_bytes(checkpoint, layer) for layer in range(spec.num_layers)),
+        embed_bytes=stored.embed_bytes,
+        head_bytes=stored.head_bytes,
+        layer_bytes=stored.layer_bytes,
+        trunks={name: _trunk_sizes(checkpoint, name) for name in FORMATS},
         kv_bytes_per_token=tuple(kv_token_bytes(layer.attention.kv_shape) for layer in spec.layers),
         count_bytes_per_block=()
         if spec.encoder is not None
@@ -80,34 +78,51 @@ def kv_token_bytes(shape: KVShape) -> int:
     return shape.num_heads * (shape.key_width + shape.value_width) * FLOAT32_BYTES
 
 
-def _layer_bytes(checkpoint: Checkpoint, layer: int) -> int:
-    packings = layer_packings(checkpoint.spec.layers[layer]).values()
-    return sum(_packing_bytes(checkpoint, layer, packing) for packing in packings)
+def _trunk_sizes(checkpoint: Checkpoint, trunk_format: str) -> TrunkSizes:
+    spec, part = checkpoint.spec, checkpoint.table.part
+    embed = _linear_bytes(checkpoint, [part("embed")], trunk_format if spec.tied_head else AS_STORED)
+    if spec.encoder is not None and spec.encoder.own_embedding:
+        embed += _linear_bytes(checkpoint, [part("encoder_embed")], AS_STORED)
+    head = 0 if spec.tied_head else _linear_bytes(checkpoint, [part("head")], trunk_format)
+    return TrunkSizes(
+        embed_bytes=embed,
+        head_bytes=spec.width * FLOAT32_BYTES + head,  # and the final norm
+        layer_bytes=tuple(_layer_bytes(checkpoint, layer, trunk_format) for layer in range(spec.num_layers)),
+    )
 
 
-def _packing_bytes(checkpoint: Checkpoint, layer: int, packing: Packing) -> int:
+def _layer_bytes(checkpoint: Checkpoint, layer: int, trunk_format: str) -> int:
+    return sum(
+        _packing_bytes(
+            checkpoint, layer, packing, trunk_format if follows_trunk_format(name, packing) else AS_STORED
+        )
+        for name, packing in layer_packings(checkpoint.spec.layers[layer]).items()
+    )
+
+
+def _packing_bytes(checkpoint: Checkpoint, layer: int, packing: Packing, weight_format: str) -> int:
     parts = [checkpoint.table.part(role, layer) for role in packing.roles]
     spec = checkpoint.spec.layers[layer]
     if packing.kind == "linear":
-        return _linear_bytes(checkpoint, parts)
+        return _linear_bytes(checkpoint, parts, weight_format)
     if packing.kind == "vector":
         return sum(math.prod(part.shape) for part in parts) * FLOAT32_BYTES
     if packing.kind == "mlp":
-        return _mlp_bytes(checkpoint, parts, dense_spec(spec), "as_stored")
+        return _mlp_bytes(checkpoint, parts, dense_spec(spec), weight_format)
     if packing.kind == "relative_bias":
         bias = spec.attention.relative_bias
         assert bias is not None, "only attention with a relative bias has one"
         return spec.attention.num_heads * bias_columns(bias) * FLOAT32_BYTES
     latent = spec.attention.latent
     assert latent is not None, "only latent attention has a matrix per head"
-    stored = packed_format([checkpoint.stored_dtype(parts[0])], "as_stored")
+    stored = packed_format([checkpoint.stored_dtype(parts[0])], weight_format)
     to_latent = packed_linear_bytes(latent.width, latent.plain_width, stored)
     from_latent = packed_linear_bytes(latent.value_width, latent.width, stored)
     return spec.attention.num_heads * (to_latent + from_latent)
 
 
-def _linear_bytes(checkpoint: Checkpoint, parts: Sequence[Part]) -> int:
-    stored = packed_format([checkpoint.stored_dtype(part) for part in parts], "as_stored")
+def _linear_bytes(checkpoint: Checkpoint, parts: Sequence[Part], weight_format: str) -> int:
+    stored = packed_format([checkpoint.stored_dtype(part) for part in parts], weight_format)
     num_outputs = sum(part.shape[0] for part in parts)
     return packed_linear_bytes(num_outputs, parts[0].shape[1], stored)
 

@@ -64,6 +64,8 @@ class ShareSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether prompts' choices of experts are counted, for a router that asks for them."""
     weight_format: str = "as_stored"
     """How routed experts are kept."""
+    trunk_format: str = "as_stored"
+    """How attention, dense MLPs and head are kept."""
     planned_bytes: int = 0
     """What the plan says this process will have resident."""
 
@@ -203,6 +205,7 @@ def load_share(
             share.first_layer,
             share.last_layer,
             context_tokens=settings.context_tokens,
+            trunk_format=settings.trunk_format,
             progress=lambda done, _, what: progress(expert_bytes + done, total, what),
         )
     hosts = {
@@ -401,6 +404,7 @@ def _has_same_trunk(held: LoadedShare, deploy: Deploy, settings: ShareSettings) 
         trunk is not None
         and (trunk.first_layer, trunk.last_layer) == (share.first_layer, share.last_layer)
         and held.settings.context_tokens == settings.context_tokens
+        and held.settings.trunk_format == settings.trunk_format
     )
 
 

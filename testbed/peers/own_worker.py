@@ -14,6 +14,7 @@ from edge_runtime.engine.request import Request, SamplingParams
 from edge_runtime.model.build import quiet
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.footprint import footprint
+from edge_runtime.model.layers import Trunk
 from edge_runtime.model.moe import Missing
 from edge_runtime.node.share import load_share
 from edge_runtime.protocol import Hello
@@ -67,7 +68,7 @@ class OwnRunner:
         self.facts = {
             "version": f"edge-runtime, {said['backend']} {said['isa'] or ''}".strip(),
             "expert_bytes": share.store.nbytes,
-            "trunk_bytes": share.weight_bytes - share.store.nbytes,
+            "trunk_bytes": _read_by_a_step(share.trunk),
         }
 
     def decode(self, prompts: list[list[int]], steps: int) -> Took:
@@ -126,6 +127,13 @@ class OwnRunner:
             params = SamplingParams(max_tokens=tokens, ignore_eos=True)
             self._engine.submit(Request(names[-1], prompt, params, 0.0, salt=names[-1]))
         return names
+
+
+def _read_by_a_step(trunk: Trunk | None) -> int:
+    """Bytes of a trunk without an embedding that is no head: of that a step reads a row per token."""
+    assert trunk is not None, "the only node of a cluster runs the whole model"
+    looked_up = 0 if trunk.embed is trunk.head or trunk.embed is None else trunk.embed.nbytes
+    return trunk.nbytes - looked_up
 
 
 class _Counting:

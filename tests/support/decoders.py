@@ -43,6 +43,7 @@ class Sequences:
         port: ExpertPort | None = None,
         store: ExpertStore | None = None,
         counts: Tensor | None = None,
+        trunk_format: str = "as_stored",
     ) -> None:
         spec = checkpoint.spec
         if port is None:
@@ -56,7 +57,9 @@ class Sequences:
         bounds = [0, *cuts, spec.num_layers]
         self.decoders = []
         for first, last in pairwise(bounds):
-            trunk = load_trunk(checkpoint, spec, first, last, context_tokens=context_tokens)
+            trunk = load_trunk(
+                checkpoint, spec, first, last, context_tokens=context_tokens, trunk_format=trunk_format
+            )
             pages = KVPages(num_blocks, spec.kv_shapes(first, last))
             self.decoders.append(Decoder(spec, trunk, pages, max_rows=max_rows, counts=counts))
 

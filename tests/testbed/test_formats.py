@@ -49,10 +49,12 @@ def test_finer_formats_are_nearer_to_the_stored_weights(lines, demo_model):
 
 
 def test_the_table_is_markdown(lines, demo_model):
-    result = run("--text", lines, "--formats", "as_stored,int8", "--context", 16, "--documents", 1)
+    result = run("--text", lines, "--formats", "as_stored,int8/int4", "--context", 16, "--documents", 1)
     table = result.stdout.splitlines()
-    assert result.exit_code == 0 and table[0].startswith("| experts in |")
-    assert [line.split(" | ")[0] for line in table[2:4]] == ["| as_stored", "| int8"]
+    assert result.exit_code == 0 and table[0].startswith("| experts, trunk in |")
+    assert [line.split(" | ")[0] for line in table[2:4]] == ["| as_stored, as_stored", "| int8, int4"]
+    trunks = [float(line.split(" | ")[4].rstrip(" |")) for line in table[2:4]]
+    assert trunks[1] < 0.5 * trunks[0]
 
 
 def test_what_cannot_be_read_is_named(tmp_path, lines):
@@ -60,6 +62,7 @@ def test_what_cannot_be_read_is_named(tmp_path, lines):
     bad.write_text('{"text": "fine"}\n{"words": 1}\n', encoding="utf-8")
     assert "bad.jsonl, line 2" in run("--text", bad).output
     assert "found int3" in run("--text", lines, "--formats", "int3").output
+    assert "found int8/int3" in run("--text", lines, "--formats", "int8/int3").output
     empty = tmp_path / "empty.txt"
     empty.write_text("", encoding="utf-8")
     assert "no token to predict" in run("--text", empty).output

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.planning import DEMO, EXPERTS_ONLY, cluster, even_stages, needed_bytes, node
 from topology.cluster import Cluster, Link, Pin
+from topology.costs import TrunkSizes
 from topology.diff import ADDED, CHANGED, DISK_BYTES_PER_S, KEPT, REMOVED, diff_clusters
 from topology.ids import ExpertId
 from topology.layout import lay_out
@@ -71,6 +72,22 @@ def test_address_roles_and_links_are_named() -> None:
     assert [str(change) for change in found.links] == ["a to b: 2 ms, 100 Mbit/s -> 4 ms, 100 Mbit/s"]
     assert "c changed: roles decode, experts, prefill -> experts" in str(found)
     assert any(one.switches_trunks for one in found.migration.rounds)
+
+
+def test_a_trunk_in_another_format_is_named_and_loaded_anew() -> None:
+    eighth = TrunkSizes(
+        embed_bytes=DEMO.embed_bytes // 2,
+        head_bytes=DEMO.head_bytes,
+        layer_bytes=tuple(size // 2 for size in DEMO.layer_bytes),
+    )
+    model = replace(DEMO, trunks={"int8": eighth})
+    new = replace(OLD, nodes=tuple(replace(each, trunk_format="int8") for each in OLD.nodes))
+    placed = lay_out(new, model, previous=OLD_PLACEMENT)
+    found = diff_clusters(OLD, OLD_PLACEMENT, new, placed, model)
+    entry = next(entry for entry in found.nodes if entry.node == "a")
+    assert [str(change) for change in entry.changes][:1] == ["trunk_format as_stored -> int8"]
+    assert placed.plan_of("a").trunk_bytes < OLD_PLACEMENT.plan_of("a").trunk_bytes
+    assert entry.load_bytes >= sum(eighth.layer_bytes) and found.step_after_s < found.step_before_s
 
 
 def test_settings_and_pins_are_named() -> None:

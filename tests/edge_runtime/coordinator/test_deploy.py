@@ -65,6 +65,7 @@ def test_settings_say_the_file_and_the_nodes_own_format(three):
         "max_requests": 3,
         "call_deadline_s": 2.5,
         "weight_format": "float32",
+        "trunk_format": "as_stored",
         "planned_bytes": placement.plan_of("attic").planned_bytes,
     }
     assert find_node(found, "home").weight_format == deploy(*three, "home").settings["weight_format"]

@@ -43,6 +43,9 @@ def test_what_is_loaded_takes_the_bytes_that_were_planned(tmp_path, family, vari
         decoder = Decoder(spec, trunk, pages, max_rows=40)
         buffers = sum(buffer.nbytes for buffer in decoder._buffers.values())
         assert buffers == 40 * planned.row_workspace_bytes
+    for trunk_format in ("int8", "int4", "float32"):
+        trunk = load_trunk(checkpoint, spec, 0, last_layer, context_tokens=64, trunk_format=trunk_format)
+        assert trunk.nbytes == trunk_bytes(planned, 0, last_layer, trunk_format), trunk_format
     for weight_format in ("as_stored", *FORMATS):
         store = load_experts(checkpoint, spec, all_experts(spec), weight_format=weight_format)
         sizes = planned.expert_bytes[weight_format]

@@ -118,6 +118,31 @@ def test_stages_give_the_bits_of_one_decoder(checkpoint, backend, cuts):
     assert all(torch.equal(found, expected) for found, expected in zip(staged, whole, strict=True))
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_equal_formats_give_equal_bits_in_any_batch_and_stages(checkpoint, backend, format):
+    store = load_experts(checkpoint, checkpoint.spec, all_experts(checkpoint.spec), weight_format=format)
+    prompts = [(0, tokens(20, seed=1)), (1, tokens(5, seed=2))]
+
+    def run(pieces, **given):
+        return Sequences(checkpoint, num_sequences=2, store=store, trunk_format=format, **given).step(pieces)
+
+    together = run(prompts)
+    assert all(torch.equal(a, b) for a, b in zip(run(prompts, cuts=[1, 3]), together, strict=True))
+    for piece, expected in zip(prompts, together, strict=True):
+        assert torch.equal(run([piece])[0], expected)
+
+
+def test_a_trunk_in_eight_bits_is_near_and_smaller_and_routes_by_the_gate_as_stored(checkpoint):
+    ids = tokens(30)
+    plain, kept = Sequences(checkpoint), Sequences(checkpoint, trunk_format="int8")
+    exact, found = plain.whole(ids), kept.whole(ids)
+    assert not torch.equal(found, exact) and (found - exact).norm() < 0.1 * exact.norm()
+    trunks = [sequences.decoders[0]._trunk for sequences in (plain, kept)]
+    assert trunks[1].nbytes < 0.7 * trunks[0].nbytes
+    gates = [layer.gate.weight.format for layer in trunks[1].layers if layer.gate is not None]
+    assert set(gates) == {"bfloat16"} and trunks[1].head is trunks[1].embed
+
+
 def test_a_sequence_reads_no_block_of_another_and_nothing_stale(checkpoint):
     ids = tokens(30)
     expected = Sequences(checkpoint, num_sequences=2).whole(ids)
