@@ -289,7 +289,15 @@ def coordinator(topology: Path | None, shape: bool) -> None:
 @click.option(
     "--logprobs", type=int, default=None, help="Report log probabilities, and of so many best tokens."
 )
-@click.option("--trace", is_flag=True, help="Show which node did what.")
+@click.option(
+    "--quality",
+    callback=lambda _, __, given: _number_or_word(given),
+    default="exact",
+    show_default=True,
+    help="exact, balanced, fast, or the mean relative loss that a token may cost for being quicker, as in 0.01.",
+)
+@click.option("--user", default="", help="Whose quality budget it spends from; without one, its own.")
+@click.option("--trace", is_flag=True, help="Show which node did what, and where each layer was served.")
 @click.option(
     "--wait",
     "wait_s",
@@ -306,10 +314,13 @@ def submit(
     system: str | None,
     as_json: bool,
     trace: bool,
+    user: str,
     wait_s: float,
     **sampling: Any,
 ) -> None:
     """Send PROMPT (`-` reads standard input) and print the answer as it comes."""
+    import msgspec
+
     from edge_runtime.prompts import prompt_from_options, prompts_from_file
 
     options = {
@@ -324,6 +335,7 @@ def submit(
     else:
         text = sys.stdin.read() if prompt == "-" else str(prompt)
         prompts = [prompt_from_options(text, options, chat=chat, system=system, trace=trace)]
+    prompts = [msgspec.structs.replace(prompt, user=user) for prompt in prompts]
     cluster = _running_cluster(resolve_topology_path(topology))
     with _client(cluster) as client:
         _connect(client)
@@ -373,9 +385,33 @@ def _say_trace(result: dict[str, Any]) -> None:
     )
     for name, did in result["nodes"].items():
         _say(f"  {name} ({did['role']}): {did['expert_slots']} expert slots, {did['share']:.1%} of all")
-    _say(
-        f"  gate weight exactly here {bill.get('exact_here', 0):.1%}, exactly elsewhere {bill.get('exact_elsewhere', 0):.1%}"
+    _say(f"  gate weight {_shares(bill)}")
+    if bill.get("budget_spent"):
+        _say(f"  quality spent {bill['budget_spent']:.4f}, {bill['budget_left']:.4f} left")
+    for entry in result.get("trace") or ():
+        _say(f"  layer {entry['layer']}: {_shares(entry)}")
+
+
+def _shares(bill: dict[str, Any]) -> str:
+    """`exactly here 81.0%, by substitutes 19.0%`: what is not 0, and always the first."""
+    words = {
+        "exact_here": "exactly here",
+        "exact_elsewhere": "exactly elsewhere",
+        "substituted": "by substitutes",
+        "deferred": "deferred",
+        "dropped": "dropped",
+    }
+    return ", ".join(
+        f"{word} {bill[key]:.1%}" for key, word in words.items() if bill.get(key) or key == "exact_here"
     )
+
+
+def _number_or_word(text: str) -> float | str:
+    """A number where it is one; what it may be is checked with the other options."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 # --- looking ----------------------------------------------------------------------------------------------------

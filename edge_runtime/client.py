@@ -52,6 +52,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_ids: list[int] | None = None
     sampling: dict[str, Any] = {}
     trace: bool = False
+    user: str = ""
 
 
 @dataclass
@@ -120,6 +121,8 @@ class Answer:
             "home": self.node,
             "request_id": self.request_id,
         }
+        if done.trace is not None:
+            result["trace"] = done.trace
         if self.logprobs:
             result["logprobs"] = [
                 {"token_id": entry.token_id, "logprob": entry.logprob, "top": entry.top}
@@ -319,6 +322,7 @@ def _submit_message(answer: Answer) -> Submit:
         sampling=prompt.sampling,
         credit=CREDIT,
         trace=prompt.trace,
+        user=prompt.user,
     )
     return msgspec.convert(msgspec.to_builtins(message), Submit)
 

@@ -22,6 +22,7 @@ SAMPLING_KEYS = (
     "stop_token_ids",
     "ignore_eos",
     "logprobs",
+    "quality",
 )
 SYSTEM_WITHOUT_CHAT = "--system is a chat's first message; add --chat"
 ANY_VOCABULARY = 2**31  # what the model's is, its node knows: token ids are checked there again

@@ -25,6 +25,7 @@ _CLUSTER_KEYS = {
     "memory_ratio": Key("memory_ratio", readers.read_memory_ratio),
     "plan": Key("plan", readers.read_plan),
     "placement": Key("placement", readers.read_placement),
+    "selector": Key("selector", readers.read_selector),
     "calibration": Key("calibration", readers.read_text),
     "keys": Key("keys", readers.read_text),
     "process_reserve": Key("process_reserve_bytes", _SIZE),

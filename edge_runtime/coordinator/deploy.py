@@ -120,6 +120,7 @@ def deploy_for(
             "call_deadline_s": cluster.call_deadline_s,
             "weight_format": node.weight_format,
             "trunk_format": node.trunk_format,
+            "selector": cluster.selector,
             "planned_bytes": plan.planned_bytes,
         },
         model_hash=model_hash,

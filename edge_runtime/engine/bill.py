@@ -160,8 +160,8 @@ def joined_accounts(accounts: Sequence[Account]) -> Account:
 def bill_of(account: Account) -> tuple[dict[str, float], dict[str, int]]:
     """Turn an account into the bill of an answer and the slots by node.
 
-    The shares are of the gate weight that was served and sum to 1, or are all 0 if nothing was; nothing
-    approximate exists yet, so `substituted`, `deferred` and `dropped` are 0 and no budget is spent.
+    The shares are of the gate weight that was served and sum to 1, or are all 0 if nothing was. Stand-ins count as what
+    they are, experts of their host; `quality.py` says which they were. Nothing is deferred.
     """
     weight, num_slots = account.served
     total = float(weight.sum())
@@ -173,6 +173,7 @@ def bill_of(account: Account) -> tuple[dict[str, float], dict[str, int]]:
         "deferred": 0.0,
         "dropped": 0.0,
         "budget_spent": 0.0,
+        "budget_left": 0.0,
     }
     slots = {name: int(count) for name, count in zip(account.host_names, num_slots, strict=True) if count}
     return bill, slots

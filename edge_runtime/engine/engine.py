@@ -8,13 +8,14 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import Account, bill_of, joined_accounts
 from edge_runtime.engine.plan import Finished, StepPlan
+from edge_runtime.engine.quality import QualityBooks
 from edge_runtime.engine.request import FinishReason, Request
 from edge_runtime.engine.runner import HostedExperts, Runner, Stage
 from edge_runtime.engine.scheduler import Scheduler
@@ -46,6 +47,7 @@ class Ended(NamedTuple):
     ended_s        when, on the engine's clock
     is_users_fault whether the request itself could not be served
     slots          expert slots computed for it, by node name
+    trace          where its gate weight was served, by layer, if it asked for that
     """
 
     request: Request
@@ -56,6 +58,7 @@ class Ended(NamedTuple):
     bill: Mapping[str, float] = MappingProxyType({})
     slots: Mapping[str, int] = MappingProxyType({})
     cause: Literal["experts", "stage"] = "experts"
+    trace: list[dict[str, Any]] | None = None
 
 
 class Engine:
@@ -77,6 +80,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
+        self.books: QualityBooks | None = None  # of its runner, where requests may have a quality budget
         self.tokens_generated = 0
         self.is_held = False
         self._carried: dict[str, list[Account]] = {}  # of running requests, from before a change of placement
@@ -196,6 +200,8 @@ class Engine:
         that cannot go on here.
         """
         self._carry_accounts_of(other)
+        if self.books is not None and other.books is not None:
+            self.books.take_over(other.books)
         self.tokens_generated += other.tokens_generated
         outputs = []
         for old in other.scheduler.requests():
@@ -208,6 +214,8 @@ class Engine:
                 exactness=old.exactness,
                 output_ids=old.output_ids,
                 encoder_tokens=old.encoder_tokens,
+                user=old.user,
+                trace=old.trace,
                 wants_counts=old.wants_counts,
             )
             request.prompt_counts = old.prompt_counts
@@ -238,8 +246,14 @@ class Engine:
         request = finished.request
         account = self._take_account(request.request_id)
         carried = self._carried.pop(request.request_id, None)
-        bill, slots = bill_of(joined_accounts([account, *carried]) if carried else account)
-        ended = Ended(request, finished.reason, finished.error, self.clock.now(), bill=bill, slots=slots)
+        account = joined_accounts([account, *carried]) if carried else account
+        bill, slots = bill_of(account)
+        trace = None
+        if self.books is not None:
+            bill, trace = self.books.close(request, bill, float(account.served[0].sum()))
+        ended = Ended(
+            request, finished.reason, finished.error, self.clock.now(), bill=bill, slots=slots, trace=trace
+        )
         return Output(request.request_id, token_id, logprobs, ended)
 
 

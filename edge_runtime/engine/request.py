@@ -12,6 +12,7 @@ import numpy as np
 
 from edge_runtime.cache.block_pool import BLOCK_TOKENS, blocks_for
 from edge_runtime.errors import RequestError
+from edge_runtime.selector.budget import budget_of
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
@@ -49,6 +50,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     """Go on past the model's own end tokens."""
     logprobs: int | None = None
     """Report the log probability of each token, and of this many best ones; None reports nothing."""
+    quality: float | str = "exact"
+    """How far a token may be off for being quicker: `exact`, `balanced`, `fast`, or a mean relative loss per token."""
 
 
 def read_params(fields: Mapping[str, object]) -> SamplingParams:
@@ -77,6 +80,10 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         _whole("logprobs", params.logprobs, 0, MAX_LOGPROBS)
     if not isinstance(params.ignore_eos, bool):
         raise _refused("ignore_eos", params.ignore_eos, "true or false")
+    try:
+        budget_of(params.quality)
+    except ValueError as error:
+        raise _refused("quality", params.quality, str(error)) from error
     _few("stop", params.stop, MAX_STOP_STRINGS)
     for text in params.stop:
         if not isinstance(text, str) or not text:
@@ -99,6 +106,12 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, context_tokens: int
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise RequestError(f"the prompt has token id {wrong}; allowed are 0 to {vocab_size - 1}")
+
+
+def exactness_of(params: SamplingParams) -> str:
+    """What the KV of an answer depends on besides its tokens: `exact`, or the budget of the stand-ins in it."""
+    budget = budget_of(params.quality)
+    return f"budget {budget:g}" if budget else "exact"
 
 
 def encoder_prompt(input_ids: Sequence[int], start_token_id: int) -> list[int]:
@@ -157,6 +170,11 @@ class Request:
     wants_counts    `prompt_counts` [L, E] is to say which experts the prompt's tokens chose, once it has been computed. Until
                     then no step goes across the prompt's end, and nothing behind it is taken from the cache
 
+    budget        mean relative loss per token that it may spend; 0: it is exact
+    exactness     how its KV is computed; whoever asks for more never finds its blocks. None for `exactness_of`
+    user          whose ledger it spends from; empty for one of its own
+    trace         whether its bill tells of each layer
+
     A request that moves here from another engine comes with the `output_ids` it has so far.
     `arrival_s` is a moment on the clock whose `now` the scheduler gets.
     """
@@ -166,6 +184,7 @@ class Request:
         "arrival_s",
         "block_hashes",
         "block_table",
+        "budget",
         "chain_seed",
         "due_s",
         "encoder_blocks",
@@ -190,6 +209,8 @@ class Request:
         "stop_ids",
         "token_limit",
         "tokens",
+        "trace",
+        "user",
         "version",
         "wants_counts",
     )
@@ -202,17 +223,22 @@ class Request:
         arrival_s: float,
         *,
         salt: str = "",
-        exactness: str = "exact",
+        exactness: str | None = None,
         output_ids: Sequence[int] = (),
         encoder_tokens: int = 0,
         wants_counts: bool = False,
+        user: str = "",
+        trace: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = list(prompt_ids)
         self.params = params
         self.arrival_s = arrival_s
         self.salt = salt
-        self.exactness = exactness
+        self.budget = budget_of(params.quality)
+        self.exactness = exactness_of(params) if exactness is None else exactness
+        self.user = user
+        self.trace = trace
         self.output_ids = list(output_ids)
         self.encoder_tokens = encoder_tokens
         self.encoder_blocks = blocks_for(encoder_tokens)

@@ -18,6 +18,7 @@ from edge_runtime.cache.signatures import SignatureCache
 from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import Account, ServedWeight, joined_accounts
 from edge_runtime.engine.plan import StepPlan
+from edge_runtime.engine.quality import QualityBooks
 from edge_runtime.engine.request import Request
 from edge_runtime.engine.request_table import RequestTable, StepRows
 from edge_runtime.model.attention import AttentionBatch
@@ -120,6 +121,7 @@ class Runner:
     of the step never notice.
 
     signatures  where the decoder counts the experts that rows choose; None where it does not
+    books       what requests may spend of quality, and have spent; None: every slot is exact
     """
 
     decoder: Decoder
@@ -128,6 +130,7 @@ class Runner:
     clock: Clock
     times: StepTimes = field(default_factory=StepTimes)
     signatures: SignatureCache | None = None
+    books: QualityBooks | None = None
 
     def __post_init__(self) -> None:
         self._served = ServedWeight(len(self.port.host_names))
@@ -151,11 +154,16 @@ class Runner:
     def run(self, plan: StepPlan, hidden: Tensor | None = None) -> StepResult:
         """See Stage."""
         rows = self.rows(plan)
-        ran = self.run_rows(rows, len(plan.slices), hidden, counted=self._begin_counting(plan))
+        books = self.books if rows.encoder_tokens is None else None
+        if books is not None:
+            books.begin_step(plan)
+        ran = self.run_rows(rows, len(plan.slices), hidden, counted=self._begin_counting(plan), books=books)
         if ran.waits:
             self.undo_counts()
             return StepResult(None, None, {}, waits=True)
         self._served.end_step([piece.request.request_id for piece in plan.slices])
+        if books is not None:
+            books.end_step(plan)
         is_last = self.last_layer == self.num_layers
         logits = self.head(ran.hidden, rows) if is_last else None
         why_of = {plan.slices[index].request.request_id: why for index, why in ran.failed.items()}
@@ -169,12 +177,18 @@ class Runner:
         return rows
 
     def run_rows(
-        self, rows: StepRows, num_slices: int, hidden: Tensor | None = None, counted: Tensor | None = None
+        self,
+        rows: StepRows,
+        num_slices: int,
+        hidden: Tensor | None = None,
+        counted: Tensor | None = None,
+        books: QualityBooks | None = None,
     ) -> RowsResult:
         """Compute rows; keys and values of each are in their blocks afterwards.
 
         hidden   [T, D] float32, what the stage before gave, changed in place; None where layer 0 is here
         counted  [T] int32, which rows count in their blocks; None: none do
+        books    what the rows may spend of quality; None: every slot is exact
         """
         times, now = self.times, self.clock.now
         began = now()
@@ -202,6 +216,9 @@ class Runner:
             began = now()
             x, expert_ids, gate_weights = self.decoder.attention_segment(layer, hidden, batch)
             attended = now()
+            if books is not None and books.is_open and expert_ids is not None and gate_weights is not None:
+                logits = self.decoder.gate_logits(len(expert_ids))
+                expert_ids, gate_weights = books.stand_in(layer, expert_ids, gate_weights, logits)
             missing = self.decoder.moe_segment(layer, hidden, x, expert_ids, gate_weights, self.port)
             times.attention += attended - began
             times.experts += now() - attended
@@ -210,6 +227,8 @@ class Runner:
             num_slots = expert_ids.shape[1]
             hosts = self.port.served_by()
             routed = self.decoder.routed
+            if books is not None and books.is_traced and routed is None:
+                books.trace(layer, hosts, gate_weights)
             if hosts is None and self._weight_is_one[layer] and routed is None:
                 local_layers += 1
             else:

@@ -33,6 +33,7 @@ from edge_runtime.node.share import (
     LoadedShare,
     Progress,
     ShareLoader,
+    learned_by,
     load_share,
     measured,
     num_experts,
@@ -102,6 +103,7 @@ class NodeDaemon:
         self._node = node
         self._checkpoint = checkpoint
         self._tokenizer = Tokenizer.open(checkpoint.folder)
+        self._learned = learned_by(cluster, node, checkpoint.model_hash)
         self._keys = keys
         self._clock = clock
         self._identity = Hello(
@@ -358,6 +360,7 @@ class NodeDaemon:
                 ),
                 held=held,
                 fetch=self._fetch_into(self._cache, is_wanted) if self._cache is not None else None,
+                learned=self._learned,
             )
             return measured(share, deploy, self._checkpoint, held, self._clock)
 

@@ -19,6 +19,8 @@ from edge_runtime.errors import PeerError, Refusal
 from edge_runtime.model.moe import Beside, ExpertStore, LocalExperts, Missing
 from edge_runtime.node.peer_link import PeerLink
 from edge_runtime.protocol import Envelope, ExpertCall, ExpertReply
+from edge_runtime.selector.choose import Choice, Slots
+from edge_runtime.selector.home import HomeSelector
 from edge_runtime.transport.calls import PeerCalls, Pending
 from kernels import ops
 from topology.host_choice import NOBODY, choose_hosts
@@ -64,6 +66,7 @@ class PlacedExperts:
     """An ExpertPort over a whole placement. Used by one thread, but for `alive`.
 
     host_names  index 0 is this node, then its peers
+    selector    for requests that may spend quality; its hosts are those of `host_names`
     alive       names of the peers that the coordinator says serve
     """
 
@@ -79,6 +82,7 @@ class PlacedExperts:
         epoch: int,
         deadline_s: float,
         clock: Clock,
+        selector: HomeSelector | None = None,
     ) -> None:
         self.host_names = [node, *(link.name for link in links)]
         self.alive: frozenset[str] = frozenset(self.host_names)
@@ -96,6 +100,7 @@ class PlacedExperts:
         self._deadline_s = deadline_s
         self._clock = clock
         self._calls = PeerCalls(clock)
+        self.selector = selector
         self._look_at_s = 0.0
         self._served_by: np.ndarray | None = None
         self._choose()
@@ -110,6 +115,14 @@ class PlacedExperts:
     def served_by(self) -> np.ndarray | None:
         """[T, K] int32 host of every slot of the layer just run, -1 nobody; None if this node served them all."""
         return self._served_by
+
+    def choose(self, layer: int, slots: Slots) -> Choice | None:
+        """Which slots of a layer use a stand-in, within what their rows may spend; None: all are exact."""
+        return None if self.selector is None or self._is_local[layer] else self.selector.choose(layer, slots)
+
+    def start_price(self) -> float:
+        """Seconds that a unit of loss is worth before anything was spent; see `Prices`."""
+        return self.selector.start_price() if self.selector is not None else 0.0
 
     def peers_changed(self, alive: Collection[str], replacing: bool) -> None:
         """The coordinator's word on who serves, and whether what is missing will have another host."""
@@ -251,6 +264,8 @@ class PlacedExperts:
             outcomes = self._calls.receive(pending)
             if len(called) == 1:
                 self._time(called[0], outcomes[0], sent_at)
+            if self.selector is not None:
+                self._measure(called, outcomes)
             for host, outcome in zip(called, outcomes, strict=True):
                 slots = pairs[offsets[host] : offsets[host + 1]]
                 if not self._take(host, outcome, slots, out_rows):
@@ -266,6 +281,14 @@ class PlacedExperts:
         self._look()
         self._choose()
         return torch.from_numpy(np.concatenate(unfilled).astype(np.int64))
+
+    def _measure(self, called: Sequence[int], outcomes: Sequence[Envelope | PeerError | Refusal]) -> None:
+        """Let the selector know how long the replies took, as far as each was waited for."""
+        assert self.selector is not None
+        now = self._clock.now()
+        for host, outcome, (waited_s, is_bound) in zip(called, outcomes, self._calls.waits, strict=True):
+            if isinstance(outcome, Envelope):
+                self.selector.measured(host, waited_s, now, is_bound=is_bound)
 
     def _send(
         self,
@@ -352,6 +375,8 @@ class PlacedExperts:
         self._table_numpy = table
         self._table = [torch.from_numpy(line) for line in table]
         self._is_local = [bool((line == 0).all()) for line in table]
+        if self.selector is not None:
+            self.selector.placed(table)
 
     def _ungreeted(self) -> list[PeerLink]:
         """Peers that are said to serve, are not usable, and were never lost: they may come any moment."""

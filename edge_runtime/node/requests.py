@@ -67,6 +67,8 @@ def make_request(
         salt=generate.salt,
         output_ids=generate.output_ids,
         encoder_tokens=encoder_tokens,
+        user=generate.user,
+        trace=generate.trace,
     )
 
 
@@ -158,6 +160,7 @@ class HomeRequest:
                     for name, slots in ({self.node: 0} | dict(ended.slots)).items()
                 },
                 bill=dict(ended.bill),
+                trace=ended.trace,
             )
         )
         return messages

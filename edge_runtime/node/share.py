@@ -5,7 +5,7 @@ Knows the model folder and the numbers of the message; talks to nobody.
 
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -18,6 +18,7 @@ from edge_runtime.clock import Clock
 from edge_runtime.engine.engine import Engine, Output
 from edge_runtime.engine.later_stage import LaterStage
 from edge_runtime.engine.pipeline import PipelineEngine
+from edge_runtime.engine.quality import QualityBooks
 from edge_runtime.engine.request_table import RequestTable
 from edge_runtime.engine.runner import Runner
 from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
@@ -39,9 +40,14 @@ from edge_runtime.node.stage_links import NextStages, StageLink, links_to
 from edge_runtime.node.stage_service import StagePlace
 from edge_runtime.node.trial import send_seconds, try_experts, try_home
 from edge_runtime.protocol import Deploy, Hello, PeerAddress, Share
+from edge_runtime.selector.home import HomeSelector
+from edge_runtime.selector.learned import Losses, find_artifact, read_losses, read_traits
 from edge_runtime.transport.keys import Keys
+from topology.cluster import Cluster, Node
+from topology.grouping import Groups
 from topology.ids import ExpertId
-from topology.speeds import NodeSpeed
+from topology.speeds import LinkSpeed, NodeSpeed
+from topology.step_time import WIRE_ITEM_BYTES
 
 Progress = Callable[[int, int, str], None]
 Fetch = Callable[[Sequence[Part], Progress], None]
@@ -60,6 +66,8 @@ class ShareSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests that run at once at most."""
     call_deadline_s: float
     """How long a call to peers may take in all."""
+    selector: str = "live"
+    """By what rule requests that may spend quality get along without an expert that is elsewhere."""
     counts_experts: bool = False
     """Whether prompts' choices of experts are counted, for a router that asks for them."""
     weight_format: str = "as_stored"
@@ -68,6 +76,15 @@ class ShareSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How attention, dense MLPs and head are kept."""
     planned_bytes: int = 0
     """What the plan says this process will have resident."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What calibration found of the model, and what the topology file says of this node's links to its peers."""
+
+    groups: Groups
+    losses: Losses
+    links: Mapping[str, LinkSpeed]
 
 
 @dataclass
@@ -127,6 +144,23 @@ class LoadedShare:
                 part.close()
 
 
+def learned_by(cluster: Cluster, node: Node, model_hash: str) -> Learned | None:
+    """What a node with a trunk knows from the calibration artifact; None where there is none, or it lacks what it takes.
+
+    Raises ArtifactError for the artifact of another model, or one that is damaged.
+    """
+    artifact = find_artifact(cluster, model_hash) if node.holds_trunk else None
+    traits = read_traits(artifact) if artifact is not None else None
+    losses = read_losses(artifact) if artifact is not None else None
+    if traits is None or losses is None:
+        return None
+    links = {peer.name: cluster.link(node.name, peer.name) for peer in cluster.nodes}
+    speeds = {
+        name: LinkSpeed(rtt_s=link.rtt_s, bandwidth_bps=link.bandwidth_bps) for name, link in links.items()
+    }
+    return Learned(traits.groups, losses, speeds)
+
+
 def share_digest(deploy: Deploy) -> str:
     """Equal for equal shares, whether or not they count yet: a node that already holds it loads nothing."""
     deploy = msgspec.structs.replace(deploy, counts_now=True)
@@ -154,11 +188,13 @@ def load_share(
     progress: Progress,
     held: LoadedShare | None = None,
     fetch: Fetch | None = None,
+    learned: Learned | None = None,
 ) -> LoadedShare:
     """Read the share's tensors and build what runs them. Refused before anything is allocated if it cannot fit.
 
-    held   the share that is being served: what both have is not read again
-    fetch  brings the parts it is given into the checkpoint's folder, where that does not hold everything
+    held     the share that is being served: what both have is not read again
+    fetch    brings the parts it is given into the checkpoint's folder, where that does not hold everything
+    learned  what calibration found, for requests that may spend quality
     """
     try:
         settings = msgspec.convert(deploy.settings, ShareSettings)
@@ -214,15 +250,13 @@ def load_share(
         if share.first_layer <= expert.layer < share.last_layer
     }
     hosting = {name for names in hosts.values() for name in names} - {node}
+    helpers = [peer for peer in deploy.peers if peer.name in hosting]
     experts = PlacedExperts(
         node=node,
         store=store,
         hosts=hosts,
-        links=[
-            PeerLink(peer, identity, deploy.epoch, keys, clock)
-            for peer in deploy.peers
-            if peer.name in hosting
-        ],
+        links=[PeerLink(peer, identity, deploy.epoch, keys, clock) for peer in helpers],
+        selector=_selector(settings, spec, learned, [peer.name for peer in helpers]),
         num_layers=spec.num_layers,
         num_experts=num_experts(spec),
         epoch=deploy.epoch,
@@ -273,6 +307,7 @@ def load_share(
     runner = loaded.runner = _runner(share, settings, spec, trunk, experts, clock)
     if loaded.later is None:
         loaded.engine = Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
+        loaded.engine.books = runner.books = _books_of(runner)
     else:
         loaded.engine = PipelineEngine(scheduler, runner, loaded.later, clock, settings.call_deadline_s)
     return loaded
@@ -382,6 +417,32 @@ def signatures_for(
     if spec.encoder is not None or num_layers == 0:
         return None
     return SignatureCache(num_blocks, num_layers, num_experts(spec), max_rows=max_rows)
+
+
+def _books_of(runner: Runner) -> QualityBooks:
+    def port() -> PlacedExperts:  # of the placement that serves when it is asked
+        assert isinstance(runner.port, PlacedExperts), "a node's runner calls the experts of a placement"
+        return runner.port
+
+    return QualityBooks(lambda layer, slots: port().choose(layer, slots), lambda: port().start_price())
+
+
+def _selector(
+    settings: ShareSettings, spec: ModelSpec, learned: Learned | None, peers: Sequence[str]
+) -> HomeSelector | None:
+    """The selector of a home with these peers; None where nothing was calibrated, or nobody is to stand in."""
+    if learned is None or settings.selector == "exact" or not peers:
+        return None
+    row_bytes = 2 * spec.width * WIRE_ITEM_BYTES  # out and back
+    links = [learned.links.get(name, LinkSpeed()) for name in peers]
+    return HomeSelector(
+        settings.selector,
+        learned.groups,
+        learned.losses,
+        num_columns=max(layer.gate.top_k for layer in spec.layers if layer.gate),
+        waits_s=[0.0, *(link.rtt_s + 2 * NodeSpeed.call_overhead_s for link in links)],
+        slots_s=[0.0, *(link.transfer_s(row_bytes) for link in links)],
+    )
 
 
 def num_experts(spec: ModelSpec) -> int:

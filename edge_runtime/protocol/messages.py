@@ -469,7 +469,8 @@ class _Prompt(Message, frozen=True):
     sampling    fields of the engine's SamplingParams by name; the engine checks them
     output_ids  tokens already delivered: the answer goes on after them (a request that moved home)
     credit      how many Tokens messages may be on their way before a Credit is awaited
-    trace       whether Finished tells what each node did, step by step
+    trace       whether Finished tells where the gate weight of each layer was served
+    user        whose quality budget it spends from, together with the user's other requests; empty: one of its own
     stream      whether Tokens are wanted as they come, or one Tokens with everything
     """
 
@@ -486,6 +487,7 @@ class _Prompt(Message, frozen=True):
     credit: Count = 64
     trace: bool = False
     stream: bool = True
+    user: Name = ""
 
 
 class Submit(_Prompt, frozen=True):
@@ -534,7 +536,7 @@ class Finished(Message, frozen=True):
     cached_tokens  prompt tokens whose KV was there already
     nodes          by node name, what it did for this request (counts and seconds by name)
     bill           share of gate weight served exactly here, exactly elsewhere, ... by name
-    trace          one map per step, if asked for
+    trace          one map per layer with experts, if asked for: where its gate weight was served
     """
 
     max_body_bytes: ClassVar[int] = 2 << 20

@@ -3,7 +3,7 @@
 A unit of loss is a relative rise of a token's mean loss, as calibration measured it. Knows no expert and no clock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,6 +82,15 @@ class Ledgers:
             found[rows] = after.credit / len(rows)
         return found
 
+    def fills(self, users: Sequence[str], budgets: Sequence[float]) -> NDArray[np.float64]:
+        """[T] how full each row's bucket is, 0 to 1: what a full one earns is lost."""
+        return np.array(
+            [
+                min(1.0, self.left(user) / (BURST_TOKENS * budget)) if budget > 0 else 0.0
+                for user, budget in zip(users, budgets, strict=True)
+            ]
+        )
+
     def book(self, users: Sequence[str], budgets: Sequence[float], losses: NDArray[np.float64]) -> None:
         """A step is done: its tokens earn, and what they cost is taken out."""
         for user, budget in zip(users, budgets, strict=True):
@@ -101,6 +110,12 @@ class Ledgers:
     def forget(self, user: str) -> None:
         """Nobody of that user is here any more. Credit that was not spent is gone, so nothing is gained by it."""
         self._by_user.pop(user, None)
+
+    def forget_oldest(self, keep: Container[str]) -> None:
+        """Forget whoever has been here longest, but for those in `keep`."""
+        oldest = next((user for user in self._by_user if user not in keep), None)
+        if oldest is not None:
+            del self._by_user[oldest]
 
     def __len__(self) -> int:
         return len(self._by_user)

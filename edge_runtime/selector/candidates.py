@@ -23,6 +23,7 @@ class LayerView:
     may_stand  [E, E] bool, whether column j may stand in for row i without a call: it is here, i is not, and both are
                of one group
     loss       [E, E] float32, loss of a token when j stands in for i at gate weight 1; inf where nothing was measured
+    power      with what power of the gate weight a loss grows
     closest    [E] int32, the one of those that may stand in which costs the least; -1 where there is none
     """
 
@@ -30,10 +31,16 @@ class LayerView:
     may_stand: Bools
     loss: NDArray[np.float32]
     closest: Ints
+    power: float = 1.0
 
 
 def layer_view(
-    host_of: Ints, together: Bools, loss: NDArray[np.float32], *, dominant: Ints | None = None
+    host_of: Ints,
+    together: Bools,
+    loss: NDArray[np.float32],
+    *,
+    dominant: Ints | None = None,
+    power: float = 1.0,
 ) -> LayerView:
     """What there is to choose from in one layer.
 
@@ -45,4 +52,4 @@ def layer_view(
         may_stand &= np.arange(len(host_of))[None, :] == dominant[:, None]
     costs = np.where(may_stand, loss, np.inf)
     closest = np.where(may_stand.any(axis=1), costs.argmin(axis=1), NONE).astype(np.int32)
-    return LayerView(host_of, may_stand, loss, closest)
+    return LayerView(host_of, may_stand, loss, closest, power)

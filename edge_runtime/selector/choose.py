@@ -200,7 +200,8 @@ def _losses(
     stand_in: NDArray[np.integer],
 ) -> Floats:
     """[n] what each slot would lose by its stand-in; NEVER without one."""
-    lost = view.loss[experts, stand_in].astype(np.float64) * slots.gate_weights[rows, columns]
+    weights = slots.gate_weights[rows, columns].astype(np.float64)
+    lost = view.loss[experts, stand_in] * (weights if view.power == 1.0 else weights**view.power)
     return np.where(stand_in >= 0, np.maximum(lost, 0.0), NEVER)
 
 

@@ -14,6 +14,7 @@ from edge_runtime.protocol import BadMessage, Envelope, Message, Refused
 from edge_runtime.transport.interface import SLICE_S, AnyChannel, Sent, next_call_id
 
 Outcome = Envelope | PeerError | Refusal
+AT_ONCE_S = 50e-6  # a reply that takes no longer to be taken in was there before
 
 
 class Pending(NamedTuple):
@@ -30,10 +31,12 @@ class PeerCalls:
     """Fan-out calls of one thread, one at a time: a reply to any other call is stale.
 
     counters  "calls", "stale", "lost", "late", "bad", "refused", "full"
+    waits     of the last `receive`: seconds until each outcome was there, and whether it was there before it was asked for
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.counters: Counter[str] = Counter()
+        self.waits: list[tuple[float, bool]] = []
         self._clock = clock or SystemClock()
 
     def send(
@@ -60,7 +63,14 @@ class PeerCalls:
 
     def receive(self, pending: Pending) -> list[Outcome]:
         """One outcome per channel: the reply, or why there is none."""
-        return [self._await(pending, *pair) for pair in zip(pending.channels, pending.sent, strict=True)]
+        outcomes, now, self.waits = [], self._clock.now, []
+        asked_s = now()
+        for channel, sent in zip(pending.channels, pending.sent, strict=True):
+            outcomes.append(self._await(pending, channel, sent))
+            came_s = now()
+            self.waits.append((came_s - pending.sent_s, came_s - asked_s < AT_ONCE_S))
+            asked_s = came_s
+        return outcomes
 
     def _await(self, pending: Pending, channel: AnyChannel, sent: Sent) -> Outcome:
         if not sent:

@@ -64,6 +64,7 @@ def test_settings_say_the_file_and_the_nodes_own_format(three):
         "max_batch_rows": 256,
         "max_requests": 3,
         "call_deadline_s": 2.5,
+        "selector": "live",
         "weight_format": "float32",
         "trunk_format": "as_stored",
         "planned_bytes": placement.plan_of("attic").planned_bytes,

@@ -1,7 +1,7 @@
 """A home and its expert hosts over real sockets: replicas, liars, two placements at once, and who is waited for."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy
@@ -16,8 +16,11 @@ from edge_runtime.node.expert_service import ExpertService, Residents
 from edge_runtime.node.peer_link import PeerLink
 from edge_runtime.node.remote import PlacedExperts
 from edge_runtime.protocol import ExpertCall, ExpertReply, Hello, PeerAddress, Welcome
+from edge_runtime.selector.choose import Slots
+from edge_runtime.selector.home import HomeSelector
 from edge_runtime.transport.endpoint import Server
 from tests.support.decoders import all_experts
+from tests.support.elsewhere import WAIT_S, selector_of
 from tests.support.engines import Whole, whole_model
 from topology.ids import ExpertId
 
@@ -87,14 +90,25 @@ def liar(name: str, outputs_of) -> Iterator[tuple[list[int], PeerAddress]]:
 
 @contextmanager
 def home(
-    whole: Whole, *peers: PeerAddress, epoch: int = 1, clock: Clock = CLOCK, deadline_s: float = DEADLINE_S
+    whole: Whole,
+    *peers: PeerAddress,
+    epoch: int = 1,
+    clock: Clock = CLOCK,
+    deadline_s: float = DEADLINE_S,
+    selector: HomeSelector | None = None,
+    own: Sequence[int] = (),
 ) -> Iterator[PlacedExperts]:
-    """A home without experts of its own, whose peers hold all of them."""
+    """A home without experts of its own but `own` of each layer, whose peers hold all of them."""
     spec = whole.checkpoint.spec
+    elsewhere = tuple(peer.name for peer in peers)
+    mine = [expert for expert in all_experts(spec) if expert.index in own]
+    store = empty_store(spec)
+    add_experts(store, whole.checkpoint, mine, weight_format="as_stored")
     placed = PlacedExperts(
         node="home",
-        store=empty_store(spec),
-        hosts=dict.fromkeys(all_experts(spec), tuple(peer.name for peer in peers)),
+        store=store,
+        hosts=dict.fromkeys(all_experts(spec), elsewhere) | dict.fromkeys(mine, ("home", *elsewhere)),
+        selector=selector,
         links=[PeerLink(peer, identity("home"), epoch, None, clock) for peer in peers],
         num_layers=spec.num_layers,
         num_experts=32,
@@ -215,6 +229,43 @@ def test_experts_are_missing_where_the_service_does_not_hold_them(whole):
         missing, _ = run(placed)
         assert missing is not None and "does not hold layer 2 experts" in missing.why
         assert service.counters.refused
+
+
+def slots_of(ids: torch.Tensor, allowance: float) -> Slots:
+    logits = torch.zeros(len(ids), 32)
+    weights = torch.full(ids.shape, 0.25)
+    every = numpy.ones(len(ids))
+    return Slots(ids.numpy(), weights.numpy(), logits.numpy(), allowance * every, 0.0 * every)
+
+
+def test_stand_ins_spare_the_calls_and_what_a_call_takes_is_learned(whole):
+    selector = selector_of(6, 32, 1)
+    with host(whole, "n1") as (_, one), home(whole, one, selector=selector, own=range(16)) as placed:
+        assert run(placed)[0] is None and placed.traffic["n1"].calls == 1
+        assert 0 < selector.peers.wait_s[1] != WAIT_S, "the estimate follows what was measured"
+
+        x, ids = rows()
+        assert placed.choose(2, slots_of(ids, allowance=0.0)) is None
+        choice = placed.choose(2, slots_of(ids, allowance=1.0))
+        assert choice.expert_ids.max() < 16
+        out = torch.full((20, 256), torch.nan)
+        assert placed.run(2, x, torch.from_numpy(choice.expert_ids), out) is None
+        assert placed.traffic["n1"].calls == 1 and out.isfinite().all()
+
+
+def test_what_a_lost_peer_alone_held_is_served_by_stand_ins_where_the_budget_allows(whole):
+    selector = selector_of(6, 32, 1)
+    with (
+        host(whole, "n1") as (service, one),
+        home(whole, one, selector=selector, own=range(16), deadline_s=0.5) as placed,
+    ):
+        service.stop()
+        service.join(SOON_S)
+        missing, _ = run(placed)
+        assert missing is not None
+        _, ids = rows()
+        assert placed.choose(2, slots_of(ids, allowance=1.0)).expert_ids.max() < 16
+        assert placed.choose(2, slots_of(ids, allowance=0.0)) is None
 
 
 class TestWhoIsWaitedFor:

@@ -53,6 +53,14 @@ def test_credit_is_kept_for_a_burst_and_no_more():
     assert ledger.credit == pytest.approx(BURST_TOKENS * 0.01), "a smaller budget takes nothing away"
 
 
+def test_a_bucket_is_full_when_more_would_be_lost():
+    ledgers = Ledgers()
+    ledgers.book(["ann"] * 16, [0.01] * 16, np.zeros(16))
+    assert ledgers.fills(["ann", "bob", "ann"], [0.01, 0.01, 0.0]).tolist() == pytest.approx([0.5, 0.0, 0.0])
+    ledgers.book(["ann"] * 40, [0.01] * 40, np.zeros(40))
+    assert ledgers.fills(["ann"], [0.01])[0] == pytest.approx(1.0)
+
+
 def test_more_than_there_is_cannot_be_spent():
     ledger = Ledger()
     ledger.earn(0.01)

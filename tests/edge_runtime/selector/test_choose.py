@@ -61,6 +61,11 @@ class TestWhoMayStandIn:
         assert [np.flatnonzero(line).tolist() for line in found.may_stand] == [[], [], [0], [1], [0], [1]]
         assert found.closest.tolist() == [-1, -1, 0, 1, 0, 1]
 
+    def test_a_loss_may_grow_with_a_power_of_the_weight(self):
+        squared = layer_view(np.array(HOSTS, dtype=np.int32), ALL_TOGETHER, losses(), power=2.0)
+        choice = choose_live(squared, peers(0.2, 0.4), slots([[0, 2]], weights=[[0.7, 0.3]]))
+        assert choice.loss == pytest.approx([0.1 * 0.3**2])
+
     def test_the_closest_is_the_one_that_costs_least_and_a_pair_without_a_measurement_is_none(self):
         loss = losses()
         loss[2] = [0.3, 0.2, 0.0, 0.1, 0.1, 0.1]

@@ -29,6 +29,17 @@ def test_tables_come_by_layer_and_groups_partition_them(artifact):
     assert (losses.loss[:, range(6), range(6)] == 0).all() and (losses.loss >= 0).all()
     assert losses.transitions.sum(axis=2) == pytest.approx(np.ones((2, 6)))
     assert (losses.transitions > 0).all(), "what was never seen may still happen"
+    assert losses.near.sum(axis=2).tolist() == [[4] * 6] * 3 and losses.near[:, range(6), range(6)].all()
+
+
+def test_losses_grow_with_the_square_where_squares_were_measured(artifact):
+    linear = read_losses(artifact)
+    mismatch = artifact.tensor("mismatch", "mismatch").float().numpy()
+    sensitivity = {"sensitivity": torch.ones(3), "quadratic": torch.tensor([0.1, 0.2, 0.3])}
+    write_section(artifact.folder, "sensitivity", sensitivity, model_hash=HASH)
+    squared = read_losses(Artifact.open(artifact.folder))
+    assert (linear.power, squared.power) == (1.0, 2.0)
+    assert squared.loss[1] == pytest.approx(0.2 * mismatch[1] ** 2)
 
 
 def test_a_cluster_finds_the_artifact_in_its_models_folder_or_by_name(tmp_path):

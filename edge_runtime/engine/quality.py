@@ -1,0 +1,201 @@
+"""The quality side of an engine's steps: which rows may spend what, what was spent, and what goes on the bill for it.
+
+Rows of a prompt are never touched: what is computed wrong there stays in the KV. Knows ledgers and prices; which slots
+are swapped is the port's to say.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from edge_runtime.engine.plan import StepPlan
+from edge_runtime.engine.request import Request
+from edge_runtime.selector.budget import Ledgers, Prices
+from edge_runtime.selector.choose import DROPPED, EXACT, STAND_IN, Choice, Slots
+
+Choose = Callable[[int, Slots], Choice | None]
+MOST_USERS = 4096  # ledgers that are kept of users who have no request here; the oldest goes first
+WAYS = ("exact_here", "exact_elsewhere", "substituted", "dropped")
+
+
+@dataclass
+class Spending:
+    """What one request had of stand-ins so far: gate weight served by them, dropped, and the loss spent on it.
+
+    trace  layer -> gate weight by `WAYS`, of a request that asked for it
+    """
+
+    substituted: float = 0.0
+    dropped: float = 0.0
+    spent: float = 0.0
+    trace: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+
+
+class QualityBooks:
+    """Ledgers, prices and spendings of the requests that one engine answers. One thread.
+
+    choose       which slots of a layer use a stand-in, within what their rows may spend; None: all are exact
+    start_price  see `Prices`; asked when a budget is first used
+    """
+
+    def __init__(self, choose: Choose, start_price: Callable[[], float]) -> None:
+        self.ledgers = Ledgers()
+        self.is_open = False
+        self.is_traced = False
+        self._choose, self._start_price = choose, start_price
+        self._prices: Prices | None = None
+        self._by_request: dict[str, Spending] = {}
+        self._open: Counter[str] = Counter()  # named user -> requests that have spendings here
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Find out who may spend what. `is_open` tells whether anybody may, `is_traced` whether anybody looks."""
+        slices = plan.slices
+        self.is_traced = any(piece.request.trace for piece in slices)
+        self.is_open = any(piece.request.budget and piece.count == 1 for piece in slices)
+        if not (self.is_open or self.is_traced):
+            return
+        self._users, self._budgets = [""] * plan.num_rows, [0.0] * plan.num_rows
+        self._slice_of = np.repeat(np.arange(len(slices)), [piece.count for piece in slices])
+        row = 0
+        for piece in slices:
+            request = piece.request
+            if (
+                request.budget
+                and piece.count == 1
+                and piece.samples
+                and piece.start >= len(request.prompt_ids)
+            ):
+                self._users[row], self._budgets[row] = user_of(request), request.budget
+            row += piece.count
+        if self._prices is None:
+            self._prices = Prices(self._start_price())
+        self._left = self.ledgers.allowances(self._users, self._budgets)
+        # Around the price, by how full a bucket is: a full one loses what it earns, so there spending costs nothing.
+        self._price = self._prices.values(self._budgets) * (
+            2 * (1 - self.ledgers.fills(self._users, self._budgets))
+        )
+        self._spent = np.zeros(plan.num_rows)
+        self._weights = np.zeros((2, plan.num_rows))  # substituted, dropped
+        self._layers: list[tuple[int, NDArray[np.float64]]] = []  # layer, [T, 4] gate weight by WAYS
+        self.is_open = bool(self._left.any())
+
+    def stand_in(
+        self, layer: int, expert_ids: Tensor, gate_weights: Tensor, gate_logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Ask for the choice of one layer: what is to be computed in place of what the gate chose, and its weights.
+
+        The tensors that are given are left as they are; where nothing changes they are what is returned.
+        """
+        weights = gate_weights.numpy()
+        slots = Slots(expert_ids.numpy(), weights, gate_logits.numpy(), self._left, self._price)
+        choice = self._choose(layer, slots)
+        self._kind, self._shares = (None if choice is None else choice.kind), weights
+        if choice is None:
+            return expert_ids, gate_weights
+        self._take(choice, weights)
+        if (choice.kind == DROPPED).any():
+            gate_weights = gate_weights.masked_fill(torch.from_numpy(choice.kind == DROPPED), 0.0)
+        return torch.from_numpy(choice.expert_ids), gate_weights
+
+    def _take(self, choice: Choice, weights: NDArray[np.float32]) -> None:
+        self._spent += choice.loss
+        self._left = np.maximum(self._left - choice.loss, 0.0)
+        for at, kind in enumerate((STAND_IN, DROPPED)):
+            self._weights[at] += np.where(choice.kind == kind, weights, 0.0).sum(axis=1)
+
+    def trace(self, layer: int, hosts: NDArray[np.int32] | None, gate_weights: Tensor) -> None:
+        """Note where a layer's slots were served. hosts [T, K]: 0 is the home; None if it served all."""
+        weights = (self._shares if self.is_open else gate_weights.numpy()).astype(np.float64)
+        kind = self._kind if self.is_open and self._kind is not None else np.zeros(weights.shape, np.int8)
+        served = np.zeros(weights.shape, np.int32) if hosts is None else hosts
+        ways = (
+            (kind == EXACT) & (served == 0),
+            (kind == EXACT) & (served > 0),
+            kind == STAND_IN,
+            kind == DROPPED,
+        )
+        self._layers.append((layer, np.stack([(weights * way).sum(axis=1) for way in ways], axis=1)))
+
+    def end_step(self, plan: StepPlan) -> None:
+        """The step is done: tokens earn, and what was spent is booked."""
+        if self.is_traced:
+            self._book_traces(plan)
+        if not self.is_open:
+            return
+        assert self._prices is not None
+        self.ledgers.book(self._users, self._budgets, self._spent)
+        self._prices.observe(self._budgets, self._spent)
+        for row in np.flatnonzero(np.array(self._budgets)).tolist():
+            spending = self._spending(plan.slices[self._slice_of[row]].request)
+            spending.substituted += float(self._weights[0, row])
+            spending.dropped += float(self._weights[1, row])
+            spending.spent += float(self._spent[row])
+
+    def _book_traces(self, plan: StepPlan) -> None:
+        for index, piece in enumerate(plan.slices):
+            if piece.request.trace:
+                table = self._spending(piece.request).trace
+                rows = self._slice_of == index
+                for layer, weights in self._layers:
+                    table[layer] = table.get(layer, np.zeros(len(WAYS))) + weights[rows].sum(axis=0)
+
+    def _spending(self, request: Request) -> Spending:
+        found = self._by_request.get(request.request_id)
+        if found is None:
+            found = self._by_request[request.request_id] = Spending()
+            self._open[user_of(request)] += 1
+        return found
+
+    def close(
+        self, request: Request, bill: dict[str, float], weight: float
+    ) -> tuple[dict[str, float], list[dict[str, Any]] | None]:
+        """A request has ended: its bill with what stood in for others taken out of what was served here, and its trace.
+
+        weight  all gate weight that was served
+        """
+        spending = self._by_request.pop(request.request_id, None)
+        if spending is None:
+            return bill, None
+        user = user_of(request)
+        left = self.ledgers.left(user)
+        self._open[user] -= 1
+        if not self._open[user]:
+            del self._open[user]
+            if not request.user:
+                self.ledgers.forget(user)
+            elif len(self.ledgers) > MOST_USERS:
+                self.ledgers.forget_oldest(keep=self._open)
+        total = weight + spending.dropped
+        if total > 0:
+            shares = {key: bill[key] * weight / total for key in ("exact_here", "exact_elsewhere")}
+            stood_in = spending.substituted / total
+            bill = bill | shares | {"substituted": stood_in, "dropped": spending.dropped / total}
+            bill["exact_here"] = max(0.0, shares["exact_here"] - stood_in)
+        bill = bill | {"budget_spent": spending.spent, "budget_left": left}
+        trace = [_traced(layer, table) for layer, table in sorted(spending.trace.items())]
+        return bill, trace if request.trace else None
+
+    def take_over(self, other: "QualityBooks") -> None:
+        """Go on with what another engine's requests have earned and spent."""
+        self.ledgers, self._by_request, self._open = other.ledgers, other._by_request, other._open
+
+    def __len__(self) -> int:
+        """Requests that have spendings."""
+        return len(self._by_request)
+
+
+def user_of(request: Request) -> str:
+    """Whose ledger a request spends from: its user's, else one of its own."""
+    return request.user or f"request {request.request_id}"
+
+
+def _traced(layer: int, weights: NDArray[np.float64]) -> dict[str, Any]:
+    total = float(weights.sum())
+    shares = weights / total if total else weights
+    return {"layer": layer} | {way: round(float(share), 6) for way, share in zip(WAYS, shares, strict=True)}
