@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from testbed.bench_cli import Several, bench
+from testbed.corpus_cli import corpus
 from testbed.quality_cli import quality
 
 HERE = Path(__file__).resolve().parent
@@ -19,6 +20,7 @@ def testbed() -> None:
     """Do to clusters and models on this machine what the world does to them, and measure what comes of it."""
 
 
+testbed.add_command(corpus)
 testbed.add_command(quality)
 
 
