@@ -286,10 +286,7 @@ def _sources_page(roots: Sequence[Path], built: Sequence[Built]) -> str:
         "",
     ]
     for package in sorted(distributions(), key=lambda each: str(each.metadata["Name"]).lower()):
-        licence = (
-            package.metadata.get("License-Expression") or package.metadata.get("License") or "not stated"
-        )
-        lines.append(
-            f"- {package.metadata['Name']} {package.version}: {licence.splitlines()[0][:80] if licence else ''}"
-        )
+        said = [package.metadata[key] for key in ("License-Expression", "License") if key in package.metadata]
+        licence = next((text.splitlines()[0][:80] for text in said if text and text.strip()), "not stated")
+        lines.append(f"- {package.metadata['Name']} {package.version}: {licence}")
     return "\n".join(lines) + "\n"
