@@ -158,3 +158,31 @@ def foretell(
         click.echo(json.dumps([asdict(cell) for cell in cells]))
     else:
         click.echo(foretelling.table(cells))
+
+
+epilog="\b\nExample:\n  edge-runtime testbed plans\n  edge-runtime testbed plans --streams 1,8 --rounds 5"
+)
+@click.option(
+    "--topology",
+    type=click.Path(path_type=Path, exists=True),
+    default=HERE / "scenarios" / "far_rooms.toml",
+    help="Topology file; default: four machines with 5 ms and 200 Mbit/s between them.",
+)
+@click.option("--streams", default="1,4,16", show_default=True, help="Requests at once.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Of each cell.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list for scripts.")
+def plans(topology: Path, streams: str, rounds: int, as_json: bool) -> None:
+    """Measure one machine alone, one home, 2 stages, 4 stages and the planner's choice, beside what is predicted."""
+    from dataclasses import asdict
+
+    from edge_runtime.clock import SystemClock
+    from testbed import plans as measured_plans
+
+    counts = [int(part) for part in streams.split(",") if part.strip().isdecimal()]
+    if not counts or min(counts) < 1:
+        raise click.BadParameter("streams are whole numbers from 1 on, such as 1,4,16")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started would stay
+    cells = measured_plans.measure(
+        topology, counts, rounds, SystemClock(), lambda line: click.echo(line, err=True)
+    )
+    click.echo(json.dumps([asdict(cell) for cell in cells]) if as_json else measured_plans.table(cells))

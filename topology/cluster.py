@@ -25,6 +25,8 @@ SELECTORS = ("live", "paper", "exact")
 """Who stands in for an expert that is elsewhere, for requests that allow it: the best by the token's own gate scores,
 or the one that calibration found least different; or nobody."""
 
+MOST_STAGES = 8  # each costs a hop: beyond a few there is nothing to win
+
 MIB = 2**20
 
 
@@ -109,6 +111,8 @@ class Cluster:
     """Most copies of experts in the whole cluster, per distinct expert; 1.0 allows no replicas."""
     plan: str = "home"
     """Of `PLANS`: what the planner may choose from."""
+    stages: int | None = None
+    """With the plan `stages`, into how many stages layers are split; None for as many as is fastest."""
     placement: str = "spread"
     """Of `PLACEMENTS`: what decides which expert is where."""
     selector: str = "live"

@@ -24,6 +24,7 @@ _CLUSTER_KEYS = {
     "coordinator": Key("coordinator", readers.read_address),
     "memory_ratio": Key("memory_ratio", readers.read_memory_ratio),
     "plan": Key("plan", readers.read_plan),
+    "stages": Key("stages", readers.read_stages),
     "placement": Key("placement", readers.read_placement),
     "selector": Key("selector", readers.read_selector),
     "calibration": Key("calibration", readers.read_text),
@@ -113,6 +114,8 @@ def _check_cluster(page: Page, cluster: Values) -> None:
     elif "cluster" not in page.malformed:
         page.require(("cluster",), "name", example='name = "home"')
         page.require(("cluster",), "model", example='model = "models/edge-moe-demo", a folder')
+    if "stages" in cluster and cluster.get("plan", Cluster.plan) != "stages":
+        page.fault(("cluster", "stages"), 'counts only with plan = "stages"')
     heartbeat_s = cluster.get("heartbeat_s", Cluster.heartbeat_s)
     lost_after_s = cluster.get("lost_after_s", Cluster.lost_after_s)
     if lost_after_s <= 2 * heartbeat_s:

@@ -6,7 +6,16 @@ Knows neither tables nor lines.
 import re
 from collections.abc import Callable
 
-from topology.cluster import DEVICES, PLACEMENTS, PLANS, ROLES, SELECTORS, WEIGHT_FORMATS, did_you_mean
+from topology.cluster import (
+    DEVICES,
+    MOST_STAGES,
+    PLACEMENTS,
+    PLANS,
+    ROLES,
+    SELECTORS,
+    WEIGHT_FORMATS,
+    did_you_mean,
+)
 from topology.ids import ExpertId
 
 Reader = Callable[[object], object]
@@ -114,6 +123,14 @@ def read_count(value: object) -> int:
     if not 1 <= value <= MOST:
         raise ValueError(f"expected a whole number from 1 to {MOST}, found {value}")
     return value
+
+
+def read_stages(value: object) -> int:
+    """How many stages layers are split into; one is no split."""
+    count = read_count(value)
+    if not 2 <= count <= MOST_STAGES:
+        raise ValueError(f"{count} stages; give 2 to {MOST_STAGES}")
+    return count
 
 
 def read_threads(value: object) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from topology.cluster import DECODE, EXPERTS, PREFILL, Cluster
+from topology.cluster import DECODE, EXPERTS, MOST_STAGES, PREFILL, Cluster
 from topology.costs import ModelFootprint
 from topology.errors import PlacementError
 from topology.estimate import Estimate
@@ -29,7 +29,6 @@ KINDS = (SOLO, HOME, HOMES, STAGES)
 _ALLOWED = {"home": (HOMES, HOME), "solo": (SOLO,), "stages": (STAGES,), "auto": KINDS}
 """`plan` of the topology file -> kinds of plans."""
 
-MOST_STAGES = 8  # each stage costs a hop: beyond a few there is nothing to win
 ALL_ORDERS = 4  # up to this many nodes every order is tried
 WORTH_A_CHANGE = 0.1  # an earlier plan is kept unless another is faster by this share: moving costs too
 WORTH_LEAVING_OUT = 0.01  # a node is left out only if that is faster by this share; it is a spare otherwise
@@ -331,7 +330,7 @@ class _Search:
         found: dict[GroupPlan, None] = {}
         for order in self._orders(nodes, names):
             for cut in cut_layers(costs, hops, order, MOST_STAGES, bottleneck=bottleneck):
-                if len(cut) > 1:
+                if len(cut) == (self.cluster.stages or len(cut)) and len(cut) > 1:
                     found[GroupPlan(tuple(Stage(names[n], first, last) for n, first, last in cut))] = None
         return list(found)
 
@@ -389,6 +388,7 @@ class _Search:
         nodes = [node for group in groups for node in group.nodes]
         return (
             set(nodes) <= set(self.decode)
+            and all(len(group.stages) == (self.cluster.stages or len(group.stages)) for group in groups)
             and all(group.stages[-1].last_layer == self.footprint.num_layers for group in groups)
             and self.estimate.fits(groups, self.all_hosts)
         )

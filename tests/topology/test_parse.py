@@ -548,3 +548,12 @@ def test_the_plan_is_one_of_the_words_there_are() -> None:
         'plan "stage" is not supported (did you mean "stages"?); use home, solo, stages, auto'
         in fault.message
     )
+
+
+def test_a_number_of_stages_is_from_2_to_8_and_of_the_plan_stages_alone() -> None:
+    assert parse_cluster(changed('name = "home"', 'name = "home"\nplan = "stages"\nstages = 3')).stages == 3
+    for wrong in (1, 9):
+        text = changed('name = "home"', f'name = "home"\nplan = "stages"\nstages = {wrong}')
+        assert only_fault(text).message == f"{wrong} stages; give 2 to 8"
+    fault = only_fault(changed('name = "home"', 'name = "home"\nstages = 3'))
+    assert fault.message == 'counts only with plan = "stages"'

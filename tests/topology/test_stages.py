@@ -315,3 +315,13 @@ def test_a_model_of_real_size_is_planned_in_a_second(num_nodes: int, limit_s: fl
     took = time.process_time() - began
     check(chosen, built, QWEN3_30B)
     assert took < 2 * limit_s, f"{took:.2f} s of processor time; {limit_s} s on an idle machine"
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_wanted_number_of_stages_is_what_every_group_has(stages: int) -> None:
+    built = replace(issue_scenario(DEMO, share=0.6), plan="stages", stages=stages)
+    chosen = choose_plan(built, DEMO)
+    check(chosen, built, DEMO)
+    assert {len(group.stages) for group in chosen.placement.groups} == {stages}
+    again = choose_plan(replace(built, stages=2), DEMO, previous=chosen.placement)
+    assert {len(group.stages) for group in again.placement.groups} == {2}
