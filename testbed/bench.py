@@ -85,6 +85,7 @@ class RunningCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        os.environ[STATE_VARIABLE] = self._folder.name  # another cluster may have been started meanwhile
         launch.stop_local(self._topology, self._clock)
         self._folder.cleanup()
 

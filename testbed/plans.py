@@ -7,15 +7,14 @@ topology file each time, but for its plan. Starts real daemons on shaped links; 
 import os
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from edge_runtime.client import Client, Prompt
 from edge_runtime.clock import Clock
-from edge_runtime.errors import EdgeError
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.footprint import footprint
 from testbed.bench import READY_S, RunningCluster
@@ -29,6 +28,8 @@ from topology.step_time import GroupPrediction, PlacementClock
 from topology.workload import Workload
 
 SHAPE_VARIABLE = "EDGE_SHAPE"
+CHOICE = "the planner's choice"
+PORTS = 50  # between those of two plans
 TOKENS = 48
 CONTEXT_TOKENS = 8 + TOKENS / 2
 
@@ -65,7 +66,7 @@ def variants(text: str, cluster: Cluster) -> dict[str, str]:
         "one home": _lenders(with_plan(text, "home"), others),
         "2 stages": with_plan(text, "stages", stages=2),
         "4 stages": with_plan(text, "stages", stages=4),
-        "planner's choice": with_plan(text, "auto"),
+        CHOICE: with_plan(text, "auto"),
     }
 
 
@@ -90,6 +91,11 @@ def _lenders(text: str, names: Sequence[str]) -> str:
     return text
 
 
+def on_other_ports(text: str, step: int) -> str:
+    """A topology file whose addresses of this machine are `step` ports further on."""
+    return re.sub(r"(127\.0\.0\.1:)(\d+)", lambda found: found[1] + str(int(found[2]) + step), text)
+
+
 def measure(
     topology: Path,
     counts: Sequence[int],
@@ -97,49 +103,72 @@ def measure(
     clock: Clock,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Measured]:
-    """Every plan of a topology file, each under so many requests."""
+    """Every plan of a topology file, each under so many requests.
+
+    All of them are up at once and are measured in turn, since the machine is never the same for long.
+    """
     text, cluster = topology.read_text(encoding="utf-8"), read_cluster(topology)
     text = re.sub(r"(?m)^model\s*=.*$", f'model = "{cluster.model}"', text)
     os.environ[SHAPE_VARIABLE] = "1"
-    found: list[Measured] = []
-    with TemporaryDirectory(prefix="edge-plans-") as folder:
-        for name, changed in variants(text, cluster).items():
-            report(name)
-            file = Path(folder) / "topology.toml"
-            file.write_text(changed, encoding="utf-8")
+    impossible: dict[str, str] = {}
+    with TemporaryDirectory(prefix="edge-plans-") as folder, ExitStack() as stack:
+        plans: dict[str, _Plan] = {}
+        for index, (name, changed) in enumerate(variants(text, cluster).items()):
+            report(f"starting: {name}")
+            file = Path(folder) / f"plan{index}.toml"
+            file.write_text(on_other_ports(changed, PORTS * index), encoding="utf-8")
             try:
-                found += _measure_plan(name, file, counts, rounds, clock)
+                plans[name] = _Plan(read_cluster(file), counts)
             except TopologyError as error:
-                found += [Measured(name, count, why=str(error)) for count in counts]
-    return found
+                impossible[name] = str(error)
+                continue
+            running = stack.enter_context(RunningCluster(file, clock))
+            plans[name].client = stack.enter_context(running.client())
+            plans[name].client.connect()
+            plans[name].round_s(max(counts))
+        for number in range(rounds):
+            report(f"round {number + 1} of {rounds}")
+            for plan in plans.values():
+                for count in counts:
+                    plan.took[count].append(plan.round_s(count))
+        found = [plan.measured(name, count) for name, plan in plans.items() for count in counts]
+    return found + [Measured(name, count, why=why) for name, why in impossible.items() for count in counts]
 
 
-def _measure_plan(name: str, file: Path, counts: Sequence[int], rounds: int, clock: Clock) -> list[Measured]:
-    predicted = predictions(read_cluster(file), counts)
-    with RunningCluster(file, clock) as running, running.client() as client:
-        client.connect()
-        groups = _groups_text(client.status())
-        _tpot_s(client, max(counts))
-        took: dict[int, list[float]] = {count: [] for count in counts}
-        for _ in range(rounds):
-            for count in counts:
-                took[count].append(_tpot_s(client, count) * 1e3)
-    return [
-        Measured(
-            name,
-            count,
-            groups,
-            predicted[count] * 1e3,
-            statistics.median(took[count]),
-            min(took[count]),
-            max(took[count]),
+class _Plan:
+    """One plan, predicted, then up and measured."""
+
+    client: Client
+
+    def __init__(self, cluster: Cluster, counts: Sequence[int]) -> None:
+        self.groups, self._predicted = predictions(cluster, counts)
+        self.took: dict[int, list[float]] = {count: [] for count in counts}
+
+    def round_s(self, requests: int) -> float:
+        """Seconds between two tokens at the homes, on average over `requests` answers at once."""
+        sampling = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
+        prompts = [Prompt(prompt=f"Chapter {number}:", sampling=sampling) for number in range(requests)]
+        answers = self.client.run(prompts, wait_ready_s=READY_S)
+        for answer in answers:
+            if (error := answer.error()) is not None:
+                raise error
+        return statistics.fmean(answer.finished.timing.tpot_s for answer in answers if answer.finished)
+
+    def measured(self, name: str, count: int) -> Measured:
+        took = self.took[count]
+        return Measured(
+            plan=name,
+            requests=count,
+            groups="; ".join(map(str, self.groups)),
+            predicted_ms=self._predicted[count] * 1e3,
+            measured_ms=statistics.median(took) * 1e3,
+            measured_min_ms=min(took) * 1e3,
+            measured_max_ms=max(took) * 1e3,
         )
-        for count in counts
-    ]
 
 
-def predictions(cluster: Cluster, counts: Sequence[int]) -> dict[int, float]:
-    """Requests at once -> seconds between two tokens of one of them, by the file's speeds and links."""
+def predictions(cluster: Cluster, counts: Sequence[int]) -> tuple[tuple[GroupPlan, ...], dict[int, float]]:
+    """Where requests may live, and requests at once -> seconds between two tokens of one of them."""
     sizes = footprint(Checkpoint.open(cluster.model), context_tokens=cluster.context_tokens)
     placement = plan_placement(cluster, sizes)
     clock = PlacementClock(sizes, machines_of(cluster), placement)
@@ -147,28 +176,10 @@ def predictions(cluster: Cluster, counts: Sequence[int]) -> dict[int, float]:
     def predict(group: GroupPlan, batch: int) -> GroupPrediction:
         return clock.predict(group, batch, CONTEXT_TOKENS)
 
-    return {count: Workload(batches=((count, 1.0),)).seconds(predict, placement.groups) for count in counts}
+    def seconds(count: int) -> float:
+        return Workload(batches=((count, 1.0),)).seconds(predict, placement.groups)
 
-
-def _groups_text(body: Mapping[str, Any]) -> str:
-    return "; ".join(
-        ", ".join(
-            f"{stage['node']} {stage['first_layer']}-{stage['last_layer']}" for stage in group["stages"]
-        )
-        for group in body["groups"]
-    )
-
-
-def _tpot_s(client: Client, requests: int) -> float:
-    """Seconds between two tokens at the homes, on average over `requests` answers at once."""
-    sampling = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
-    prompts = [Prompt(prompt=f"Chapter {number}:", sampling=sampling) for number in range(requests)]
-    answers = client.run(prompts, wait_ready_s=READY_S)
-    for answer in answers:
-        error: EdgeError | None = answer.error()
-        if error is not None:
-            raise error
-    return statistics.fmean(answer.finished.timing.tpot_s for answer in answers if answer.finished)
+    return placement.groups, {count: seconds(count) for count in counts}
 
 
 def table(cells: Sequence[Measured]) -> str:
@@ -186,16 +197,15 @@ def table(cells: Sequence[Measured]) -> str:
             f"{cell.measured_max_ms:.2f}) | {cell.predicted_ms:.2f} | {cell.predicted_ms / cell.measured_ms:.2f} | "
             f"{cell.groups} |"
         )
-    *fixed, _ = dict.fromkeys(cell.plan for cell in cells)
     for count in dict.fromkeys(cell.requests for cell in cells):
         at = {cell.plan: cell for cell in cells if cell.requests == count and not cell.why}
-        best = min(
-            (at[plan] for plan in fixed if plan in at), key=lambda cell: cell.measured_ms, default=None
+        chosen = at.pop(CHOICE, None)
+        best = min(at.values(), key=lambda cell: cell.measured_ms, default=None)
+        if best is None or chosen is None:
+            continue
+        same = next((cell.plan for cell in at.values() if cell.groups == chosen.groups), None)
+        told = (
+            f"{chosen.measured_ms / best.measured_ms - 1:+.0%} beside {best.plan}, the fastest of the others"
         )
-        chosen = next((cell for plan, cell in at.items() if plan not in fixed), None)
-        if best is not None and chosen is not None:
-            share = chosen.measured_ms / best.measured_ms - 1
-            lines.append(
-                f"\n{count} requests: the planner's choice takes {share:+.0%} of {best.plan}, the best of the others"
-            )
+        lines += ["", f"{count} requests: {CHOICE} takes {told}" + (f"; it is {same}" if same else "")]
     return "\n".join(lines)
