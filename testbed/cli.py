@@ -12,6 +12,8 @@ from testbed.quality_cli import quality
 
 HERE = Path(__file__).resolve().parent
 
+SHAPED = ("slow_links", "far_rooms")  # scenarios that are about their links
+
 __all__ = ["bench", "testbed"]
 
 
@@ -136,7 +138,11 @@ def chaos(topology: Path, seed: int, requests: int, streams: int, as_json: bool)
 )
 @click.option("--streams", type=Several(), default="1,4,16", show_default=True, help="Requests at once.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Of each cell.")
-@click.option("--shape", is_flag=True, help="Give links what the files say; by default only for slow_links.")
+@click.option(
+    "--shape",
+    is_flag=True,
+    help="Give links what the files say; by default only where that is the point of a scenario.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
 def foretell(
     topologies: tuple[Path, ...], streams: tuple[int, ...], rounds: int, shape: bool, as_json: bool
@@ -152,7 +158,7 @@ def foretell(
     cells = []
     for file in topologies or sorted((HERE / "scenarios").glob("*.toml")):
         click.echo(f"{file.stem}", err=True)
-        os.environ["EDGE_SHAPE"] = "1" if shape or file.stem == "slow_links" else "0"
+        os.environ["EDGE_SHAPE"] = "1" if shape or file.stem in SHAPED else "0"
         cells += foretelling.foretell(file, streams, rounds, SystemClock())
     if as_json:
         click.echo(json.dumps([asdict(cell) for cell in cells]))
@@ -160,7 +166,8 @@ def foretell(
         click.echo(foretelling.table(cells))
 
 
-epilog="\b\nExample:\n  edge-runtime testbed plans\n  edge-runtime testbed plans --streams 1,8 --rounds 5"
+@testbed.command(
+    epilog="\b\nExample:\n  edge-runtime testbed plans\n  edge-runtime testbed plans --streams 1,8 --rounds 5"
 )
 @click.option(
     "--topology",
@@ -168,21 +175,18 @@ epilog="\b\nExample:\n  edge-runtime testbed plans\n  edge-runtime testbed plans
     default=HERE / "scenarios" / "far_rooms.toml",
     help="Topology file; default: four machines with 5 ms and 200 Mbit/s between them.",
 )
-@click.option("--streams", default="1,4,16", show_default=True, help="Requests at once.")
+@click.option("--streams", type=Several(), default="1,4,16", show_default=True, help="Requests at once.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Of each cell.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list for scripts.")
-def plans(topology: Path, streams: str, rounds: int, as_json: bool) -> None:
+def plans(topology: Path, streams: tuple[int, ...], rounds: int, as_json: bool) -> None:
     """Measure one machine alone, one home, 2 stages, 4 stages and the planner's choice, beside what is predicted."""
     from dataclasses import asdict
 
     from edge_runtime.clock import SystemClock
     from testbed import plans as measured_plans
 
-    counts = [int(part) for part in streams.split(",") if part.strip().isdecimal()]
-    if not counts or min(counts) < 1:
-        raise click.BadParameter("streams are whole numbers from 1 on, such as 1,4,16")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started would stay
     cells = measured_plans.measure(
-        topology, counts, rounds, SystemClock(), lambda line: click.echo(line, err=True)
+        topology, streams, rounds, SystemClock(), lambda line: click.echo(line, err=True)
     )
     click.echo(json.dumps([asdict(cell) for cell in cells]) if as_json else measured_plans.table(cells))

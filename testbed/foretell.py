@@ -129,18 +129,18 @@ def foretell(topology: Path, counts: Sequence[int], rounds: int, clock: Clock) -
         sizes = footprint(Checkpoint.open(cluster.model), context_tokens=cluster.context_tokens)
         placement = plan_for(cluster, sizes, cluster.node_names)
         for requests, tokens in WARM_UP:
-            _answers(client, requests, tokens)
+            token_seconds(client, requests, tokens)
             clock.sleep(SETTLE_S / 2)
         found: dict[int, list[tuple[float, float, float]]] = {count: [] for count in counts}
         for _ in range(rounds):
             for count in counts:
                 found[count].append(
-                    _cell(client, list(running.pids.values()), cluster, sizes, placement, count, clock)
+                    measure_cell(client, list(running.pids.values()), cluster, sizes, placement, count, clock)
                 )
     return [_summary(cluster.name, count, cells) for count, cells in found.items()]
 
 
-def _cell(
+def measure_cell(
     client: Client,
     pids: Sequence[int],
     cluster: Cluster,
@@ -155,7 +155,7 @@ def _cell(
     until = clock.now() + CELL_S
     with BusyProbe(pids) as probe:
         while not took_s or clock.now() < until:
-            took_s.append(_answers(client, count, TOKENS))
+            took_s.append(token_seconds(client, count, TOKENS))
     took = statistics.fmean(took_s)
     machines = measured_machines(cluster, body, probe.busy)
     [predicted] = predict_serving(sizes, machines, placement, (count,), context_tokens=CONTEXT_TOKENS)
@@ -163,7 +163,7 @@ def _cell(
     return predicted.seconds * 1e3, took * 1e3, probe.busy
 
 
-def _answers(client: Client, requests: int, tokens: int) -> float:
+def token_seconds(client: Client, requests: int, tokens: int) -> float:
     """Seconds between two tokens at the homes, on average over `requests` answers at once."""
     sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     prompts = [Prompt(prompt=f"Chapter {number}:", sampling=sampling) for number in range(requests)]

@@ -13,25 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from edge_runtime.client import Client, Prompt
+from edge_runtime.client import Client
 from edge_runtime.clock import Clock
+from edge_runtime.coordinator.deploy import plan_for
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.footprint import footprint
-from testbed.bench import READY_S, RunningCluster
+from testbed.bench import RunningCluster
+from testbed.foretell import SETTLE_S, WARM_UP, measure_cell, token_seconds
 from topology.cluster import DECODE, Cluster
 from topology.errors import TopologyError
 from topology.files import read_cluster
-from topology.node_plan import GroupPlan
-from topology.placement import plan_placement
-from topology.speeds import machines_of
-from topology.step_time import GroupPrediction, PlacementClock
-from topology.workload import Workload
 
 SHAPE_VARIABLE = "EDGE_SHAPE"
 CHOICE = "the planner's choice"
 PORTS = 50  # between those of two plans
-TOKENS = 48
-CONTEXT_TOKENS = 8 + TOKENS / 2
 
 
 @dataclass(frozen=True)
@@ -125,61 +120,50 @@ def measure(
             running = stack.enter_context(RunningCluster(file, clock))
             plans[name].client = stack.enter_context(running.client())
             plans[name].client.connect()
-            plans[name].round_s(max(counts))
+            plans[name].pids = list(running.pids.values())
+            plans[name].warm_up(clock)
         for number in range(rounds):
             report(f"round {number + 1} of {rounds}")
             for plan in plans.values():
                 for count in counts:
-                    plan.took[count].append(plan.round_s(count))
+                    plan.measure(count, clock)
         found = [plan.measured(name, count) for name, plan in plans.items() for count in counts]
     return found + [Measured(name, count, why=why) for name, why in impossible.items() for count in counts]
 
 
 class _Plan:
-    """One plan, predicted, then up and measured."""
+    """One plan, laid out, then up and measured."""
 
     client: Client
+    pids: Sequence[int]
 
     def __init__(self, cluster: Cluster, counts: Sequence[int]) -> None:
-        self.groups, self._predicted = predictions(cluster, counts)
-        self.took: dict[int, list[float]] = {count: [] for count in counts}
+        self._cluster = cluster
+        self._sizes = footprint(Checkpoint.open(cluster.model), context_tokens=cluster.context_tokens)
+        self._placement = plan_for(cluster, self._sizes, cluster.node_names)
+        self._cells: dict[int, list[tuple[float, float, float]]] = {count: [] for count in counts}
 
-    def round_s(self, requests: int) -> float:
-        """Seconds between two tokens at the homes, on average over `requests` answers at once."""
-        sampling = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
-        prompts = [Prompt(prompt=f"Chapter {number}:", sampling=sampling) for number in range(requests)]
-        answers = self.client.run(prompts, wait_ready_s=READY_S)
-        for answer in answers:
-            if (error := answer.error()) is not None:
-                raise error
-        return statistics.fmean(answer.finished.timing.tpot_s for answer in answers if answer.finished)
+    def warm_up(self, clock: Clock) -> None:
+        """Let nodes correct what they measured by what their work takes."""
+        for requests, tokens in WARM_UP:
+            token_seconds(self.client, requests, tokens)
+            clock.sleep(SETTLE_S / 2)
+
+    def measure(self, count: int, clock: Clock) -> None:
+        cell = measure_cell(self.client, self.pids, self._cluster, self._sizes, self._placement, count, clock)
+        self._cells[count].append(cell)
 
     def measured(self, name: str, count: int) -> Measured:
-        took = self.took[count]
+        predicted, took, _ = zip(*self._cells[count], strict=True)
         return Measured(
             plan=name,
             requests=count,
-            groups="; ".join(map(str, self.groups)),
-            predicted_ms=self._predicted[count] * 1e3,
-            measured_ms=statistics.median(took) * 1e3,
-            measured_min_ms=min(took) * 1e3,
-            measured_max_ms=max(took) * 1e3,
+            groups="; ".join(map(str, self._placement.groups)),
+            predicted_ms=statistics.median(predicted),
+            measured_ms=statistics.median(took),
+            measured_min_ms=min(took),
+            measured_max_ms=max(took),
         )
-
-
-def predictions(cluster: Cluster, counts: Sequence[int]) -> tuple[tuple[GroupPlan, ...], dict[int, float]]:
-    """Where requests may live, and requests at once -> seconds between two tokens of one of them."""
-    sizes = footprint(Checkpoint.open(cluster.model), context_tokens=cluster.context_tokens)
-    placement = plan_placement(cluster, sizes)
-    clock = PlacementClock(sizes, machines_of(cluster), placement)
-
-    def predict(group: GroupPlan, batch: int) -> GroupPrediction:
-        return clock.predict(group, batch, CONTEXT_TOKENS)
-
-    def seconds(count: int) -> float:
-        return Workload(batches=((count, 1.0),)).seconds(predict, placement.groups)
-
-    return placement.groups, {count: seconds(count) for count in counts}
 
 
 def table(cells: Sequence[Measured]) -> str:

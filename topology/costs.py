@@ -66,6 +66,8 @@ class ModelFootprint:
     """K, experts that a token is routed to in each MoE layer. 0 if not known: then no time can be predicted."""
     weight_item_bytes: float = 2.0
     """Bytes of one weight in the checkpoint: turns bytes into operations."""
+    uncut: frozenset[int] = frozenset()
+    """Layers that no stage may begin with: they, or some behind them, use keys and values of a layer before them."""
 
     def experts(self) -> list[ExpertId]:
         """Every routed expert, by layer and index."""

@@ -281,6 +281,8 @@ class Estimate:
             sums = np.concatenate([np.zeros((FRACTIONS + 1, 1)), np.cumsum(seconds, axis=1)], axis=1)
             for first in range(L):
                 for last in range(first + 1, L + 1):
+                    if not self.footprint.uncut.isdisjoint((first, last)):
+                        continue
                     share = self.coverage(name, first, last)
                     if share < 0 or (share < 1 and not helpers):
                         continue

@@ -12,7 +12,7 @@ from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.decoder import row_numbers
 from edge_runtime.model.relative_bias import bias_columns
 from edge_runtime.model.rope import rope_table_bytes
-from edge_runtime.model.spec import ExpertSpec, KVShape
+from edge_runtime.model.spec import ExpertSpec, KVShape, ModelSpec
 from kernels.packing import FORMATS, KV_BLOCK_TOKENS, packed_expert_bytes, packed_linear_bytes
 from topology.costs import AS_STORED, ModelFootprint, TrunkSizes
 from topology.ids import ExpertId
@@ -60,6 +60,15 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
         width=spec.width,
         top_k=num_columns,
         weight_item_bytes=_item_bytes(checkpoint),
+        uncut=_uncut(spec),
+    )
+
+
+def _uncut(spec: ModelSpec) -> frozenset[int]:
+    """Layers behind one whose keys and values they, or layers behind them, use."""
+    shared = [(layer.attention.kv_shared_with, index) for index, layer in enumerate(spec.layers)]
+    return frozenset(
+        between for source, user in shared if source is not None for between in range(source + 1, user + 1)
     )
 
 

@@ -325,3 +325,11 @@ def test_a_wanted_number_of_stages_is_what_every_group_has(stages: int) -> None:
     assert {len(group.stages) for group in chosen.placement.groups} == {stages}
     again = choose_plan(replace(built, stages=2), DEMO, previous=chosen.placement)
     assert {len(group.stages) for group in again.placement.groups} == {2}
+
+
+def test_no_stage_begins_with_a_layer_that_uses_keys_of_one_before() -> None:
+    shared = replace(DEMO, uncut=frozenset({1, 2, 4, 5}))  # layers 2 and 5 use those of 0 and 3
+    built = replace(issue_scenario(shared, share=0.6), plan="stages")
+    chosen = choose_plan(built, shared)
+    check(chosen, built, shared)
+    assert {stage.first_layer for group in chosen.placement.groups for stage in group.stages} == {0, 3}

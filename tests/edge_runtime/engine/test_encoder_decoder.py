@@ -9,7 +9,7 @@ from edge_runtime.engine.scheduler import share_rows
 from edge_runtime.errors import RequestError
 from edge_runtime.model.moe import LocalExperts
 from tests.support.encoder_decoders import START, Seq2SeqReference, write_tiny_switch
-from tests.support.engines import Lacking, engine_of, placed_experts, run_to_end, whole_model
+from tests.support.engines import Lacking, engine_of, pipeline_of, placed_experts, run_to_end, whole_model
 
 NUM_TOKENS = 20
 
@@ -50,6 +50,14 @@ def answers(engine: Engine, prompts=PROMPTS):
     for name, input_ids in prompts.items():
         engine.submit(request_of(name, input_ids))
     return run_to_end(engine)
+
+
+@pytest.mark.parametrize("cuts", [[2], [3], [1, 4]])
+def test_stages_that_hand_steps_on_answer_alike_wherever_the_layers_are_cut(whole, cuts):
+    """In the encoder, between the halves, and in both."""
+    expected = {name: end.request.output_ids for name, end in answers(engine_of(whole)).items()}
+    found = answers(pipeline_of(whole, cuts))
+    assert {name: end.request.output_ids for name, end in found.items()} == expected
 
 
 def test_requests_together_are_answered_as_generate_answers_each(whole, expected):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from edge_runtime.model.architectures import FAMILIES
 from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.footprint import footprint
 from kernels import backends
 from tests.support.decoders import Sequences
 from tests.support.families import (
@@ -166,6 +167,7 @@ def test_nothing_stale_is_read_from_pages(family, checkpoint_of):
 
 def test_a_stage_that_lacks_the_keys_it_shares_is_refused(tmp_path):
     checkpoint = Checkpoint.open(write_variant("gemma4", "shared keys", tmp_path))
+    assert footprint(checkpoint).uncut == {1, 2, 3}, "the planner cuts at none of these"
     with pytest.raises(ValueError, match="layer 2 uses keys and values of layer 0"):
         Sequences(checkpoint, cuts=[2])
 
