@@ -49,6 +49,7 @@ COMMANDS_GROUP = "edge_runtime.commands"
 SHAPE_VARIABLE = "EDGE_SHAPE"
 READY_S = 300.0
 CONNECT_S = 5.0
+NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)  # what a person can mend
 QUIET_S = 2.0  # a longer wait says what it waits for
 
 
@@ -170,13 +171,17 @@ def down(topology: Path | None) -> None:
         "edge-runtime node drain attic --topology topology.toml",
     )
 )
-@click.argument("words", nargs=-1, required=True, metavar="[drain] NAME")
+@click.argument("words", nargs=-1, required=True, metavar="NAME | drain NAME")
 @topology_option
 @shape_option
 def node(words: tuple[str, ...], topology: Path | None, shape: bool) -> None:
-    """Run this machine's daemon, as the node NAME of the topology file.
+    """Run this machine's daemon, or drain a node of a cluster that runs.
 
-    With `drain` before NAME: move its requests and experts to the other nodes of the running cluster, then let it stop.
+    \b
+    node NAME        run the daemon of the node NAME of the topology file, here
+    node drain NAME  move the requests and experts of NAME, wherever it runs, to the
+                     other nodes, then let its daemon stop; refused if they have no
+                     room, and then nothing has changed
     """
     if len(words) > 2 or (len(words) == 2 and words[0] != "drain"):
         raise click.UsageError(f"{' '.join(words)!r} is neither NAME nor `drain NAME`")
@@ -269,7 +274,7 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     "--file",
     "file",
     type=click.Path(path_type=Path),
-    help="JSON lines with `prompt` and options; all at once.",
+    help="JSON lines with `prompt` and options; all at once. `-` reads standard input.",
 )
 @click.option("--chat", is_flag=True, help="Apply the model's chat template to PROMPT.")
 @click.option("--system", default=None, help="With --chat: the system message.")
@@ -330,6 +335,8 @@ def submit(
     }
     if (prompt is None) == (file is None):
         raise RequestError("give either PROMPT or --file")
+    if sampling.get("logprobs") is not None and not (as_json or file is not None):
+        raise RequestError("--logprobs are part of the JSON; add --json")
     if file is not None:
         prompts = prompts_from_file(file, options, chat=chat, system=system, trace=trace)
     else:
@@ -340,7 +347,7 @@ def submit(
     with _client(cluster) as client:
         _connect(client)
         if file is not None:
-            _submit_file(client, prompts, wait_s)
+            _submit_file(client, prompts, wait_s, trace=trace)
         else:
             _submit_one(client, prompts[0], wait_s, as_json=as_json, trace=trace)
 
@@ -364,13 +371,16 @@ def _submit_one(client: "Client", prompt: "Prompt", wait_s: float, *, as_json: b
         _say_trace(answer.as_json())
 
 
-def _submit_file(client: "Client", prompts: "list[Prompt]", wait_s: float) -> None:
+def _submit_file(client: "Client", prompts: "list[Prompt]", wait_s: float, *, trace: bool) -> None:
     answers = client.run(prompts, wait_ready_s=wait_s, on_wait=_say)
     errors = []
-    for answer in answers:
+    for number, answer in enumerate(answers, 1):
         click.echo(json.dumps(answer.as_json(), ensure_ascii=False))
         if (error := answer.error()) is not None:
             errors.append(error)
+        elif trace:
+            _say(f"prompt {number}:")
+            _say_trace(answer.as_json())
     if errors:
         _say(f"error: {len(errors)} of {len(answers)} prompts failed; the first: {errors[0]}")
         sys.exit(max(error.exit_code for error in errors))
@@ -797,6 +807,9 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE  # the reader went away
     except OSError as error:
+        if error.errno in NO_RIGHT and error.filename is not None:
+            _say(f"error: {error.filename} cannot be used: {error.strerror}")
+            sys.exit(EXIT_USER)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
         _say(f"error: the output cannot be written: {error.strerror}")

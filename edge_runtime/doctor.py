@@ -95,7 +95,7 @@ def _model(cluster: Cluster) -> Finding:
         parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
         traits = find_traits(located(cluster, checkpoint), checkpoint.model_hash)
         placement = plan_placement(cluster, parts, traits=traits)
-    except (EdgeError, TopologyError) as error:
+    except (EdgeError, TopologyError, OSError) as error:
         return Finding("model", False, str(error))
     planned = sum(plan.planned_bytes for plan in placement.nodes)
     family = checkpoint.spec.family

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 COORDINATOR = "coordinator"
 REPORT_S = 2.0
+REPEAT_S = 10.0  # after which what was said already is said again
 STOP_DEADLINE_S = 10.0
 POLL_S = 0.05
 
@@ -193,11 +194,11 @@ def wait_ready(
 ) -> None:
     """Return when every node serves. Raises ClusterError when a process ends, a node fails, or time is over.
 
-    report  is told how far it is, at most every 2 s
+    report  is told how far it is, every 2 s if there is something new to say, else every 10 s
     """
     give_up = clock.now() + timeout_s
-    next_report = clock.now() + REPORT_S
-    waiting_for = "the coordinator to start"
+    began = said_s = clock.now()
+    waiting_for, said = "the coordinator to start", ""
     client: Client | None = None
     try:
         while True:
@@ -223,9 +224,10 @@ def wait_ready(
                     waiting_for = body["waiting_for"]
             if clock.now() > give_up:
                 raise ClusterError(f"not ready after {timeout_s:.0f} s, waiting for {waiting_for}")
-            if clock.now() >= next_report:
-                next_report += REPORT_S
-                report(f"waiting for {waiting_for}")
+            silent_s = clock.now() - said_s
+            if silent_s >= (REPEAT_S if waiting_for == said else REPORT_S):
+                said, said_s = waiting_for, clock.now()
+                report(f"waiting for {waiting_for}, {said_s - began:.0f} s")
             clock.sleep(POLL_S)
     finally:
         if client is not None:

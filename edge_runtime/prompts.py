@@ -1,6 +1,7 @@
 """From what a person typed, or a file of JSON lines, to prompts. Names the line of whatever is wrong."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ SAMPLING_KEYS = (
     "logprobs",
     "quality",
 )
+STDIN = "-"
+SHOWN_FAULTS = 20  # lines of a file that are told at a time
 SYSTEM_WITHOUT_CHAT = "--system is a chat's first message; add --chat"
 ANY_VOCABULARY = 2**31  # what the model's is, its node knows: token ids are checked there again
 LONGEST_NUMBER = 2**63 - 1  # that can be sent
@@ -48,7 +51,7 @@ def prompt_from_options(
 def prompts_from_file(
     path: Path, sampling: Mapping[str, Any], *, chat: bool, system: str | None, trace: bool
 ) -> list[Prompt]:
-    """Every line of a file of JSON objects; a line's own options win over those of the command line.
+    """Every line of a file (`-`: of standard input) of JSON objects; its own options win over those of the command line.
 
     Keys: one of prompt, messages, prompt_ids, and any sampling option. Unknown keys are left alone, since such files
     carry notes of their own, but a misspelt option would be lost silently: so a key one letter off is refused.
@@ -57,20 +60,24 @@ def prompts_from_file(
     if system is not None and not chat:
         raise RequestError(SYSTEM_WITHOUT_CHAT)
     try:
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
+        content = sys.stdin.buffer.read() if str(path) == STDIN else path.read_bytes()
+        lines = content.decode("utf-8-sig").split("\n")
     except OSError as error:
         raise RequestError(f"prompt file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise RequestError(
             f"prompt file {path} is not UTF-8 text: {error.reason} at byte {error.start}"
         ) from error
-    prompts = []
+    prompts, faults = [], []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 prompts.append(_prompt_from_line(line, sampling, chat=chat, system=system, trace=trace))
             except RequestError as error:
-                raise RequestError(f"{path}, line {number}: {error}") from error
+                faults.append(f"{path}, line {number}: {error}")
+    if faults:
+        more = [f"and {len(faults) - SHOWN_FAULTS} more lines"] if len(faults) > SHOWN_FAULTS else []
+        raise RequestError("\n".join([*faults[:SHOWN_FAULTS], *more]))
     if not prompts:
         raise RequestError(f"prompt file {path} has no line with a prompt")
     return prompts

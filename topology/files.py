@@ -60,10 +60,15 @@ def _find_model(base: Path, model: str, is_needed: bool) -> str:
             raise ValueError(f'"{model}" is no model of the hub: write hub:org/name')
         return model
     absolute = _absolute(base, model)
-    # `models/mine` beside a folder `models` is a folder that is missing, and not the hub's.
-    if absolute.exists() or absolute.parent.is_dir() or not _HUB_ID.fullmatch(model):
+    try:
+        # `models/mine` beside a folder `models` is a folder that is missing, and not the hub's.
+        if absolute.exists() or absolute.parent.is_dir() or not _HUB_ID.fullmatch(model):
+            if is_needed:
+                _refuse_other_folder(absolute, model)
+            return str(absolute)
+    except OSError as error:  # no right to look, a name too long
         if is_needed:
-            _refuse_other_folder(absolute, model)
+            raise ValueError(f"{absolute} cannot be looked into: {error.strerror}") from error
         return str(absolute)
     return HUB + model
 

@@ -19,6 +19,7 @@ from edge_runtime.coordinator.status import status_body
 from edge_runtime.coordinator.streams import Delivery, Streams
 from edge_runtime.errors import ConfigError, Refusal
 from edge_runtime.protocol import (
+    MAX_HEADER_BYTES,
     Abort,
     Accepted,
     Activate,
@@ -114,7 +115,8 @@ class CoordinatorDaemon:
             pid=os.getpid(),
             incarnation=secrets.token_hex(8),
         )
-        self._server = Server(cluster.coordinator, keys=keys)
+        # It takes no tensors: whoever sends a frame that no header has is cut off before it is all there.
+        self._server = Server(cluster.coordinator, keys=keys, max_frame_bytes=MAX_HEADER_BYTES)
         self._streams = Streams()
         self._outbox = Outbox(
             lambda client, message, call_id: self._server.send(client, message, call_id=call_id)
@@ -555,7 +557,7 @@ class CoordinatorDaemon:
 
     def _apply_file(self, message: Apply) -> tuple[int, list[epochs.Command]] | Planned:
         wanted = read_cluster_text(message.text, Path(message.source))
-        refuse_unchangeable(self._cluster, wanted)
+        refuse_unchangeable(self._cluster, wanted, self._footprint.context_tokens)
         if self._keys:
             for name in wanted.node_names:
                 self._keys.of_peer(name)

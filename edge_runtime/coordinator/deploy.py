@@ -65,9 +65,16 @@ def plan_for(
     )
 
 
-def refuse_unchangeable(running: Cluster, wanted: Cluster) -> None:
-    """Raise TopologyError if `wanted` changes what only a new start can change."""
+def refuse_unchangeable(running: Cluster, wanted: Cluster, context_tokens: int) -> None:
+    """Raise TopologyError if `wanted` changes what only a new start can change.
+
+    context_tokens  that the running cluster can have at most
+    """
     faults = []
+    if wanted.context_tokens is not None and wanted.context_tokens > context_tokens:
+        faults.append(
+            f"[cluster] context_tokens: found {wanted.context_tokens}, the running cluster was started with {context_tokens}"
+        )
     keys = ("name", "model", "coordinator", "keys", "calibration", "heartbeat_s", "lost_after_s")
     for key in (*keys, "weights_rate_bps"):
         found, expected = getattr(wanted, key), getattr(running, key)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -314,7 +315,10 @@ class Checkpoint:
 
 def _open_files(folder: Path) -> list[SafetensorsFile]:
     """The weight files: those the index names, or every *.safetensors if there is no index."""
-    present = sorted(path.name for path in folder.glob("*.safetensors"))
+    try:
+        present = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    except OSError as error:
+        raise CheckpointError(f"the model folder {folder} cannot be listed: {error.strerror}") from error
     index_path = folder / INDEX_FILE
     if not index_path.exists():
         if not present:

@@ -6,6 +6,7 @@ Counts packed weights as `kernels` lays them out and the buffers `decoder.py` al
 import math
 from collections.abc import Sequence
 
+from edge_runtime.errors import ConfigError
 from edge_runtime.model.architectures.table import Packing, Part, layer_packings
 from edge_runtime.model.build import dense_spec, follows_trunk_format, packed_format
 from edge_runtime.model.checkpoint import Checkpoint
@@ -23,9 +24,14 @@ FLOAT32_BYTES = 4
 def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> ModelFootprint:
     """The bytes that `load_trunk`, `load_experts` and a `Decoder` of this model take.
 
-    context_tokens   longest sequence; the model's own limit if not given
+    context_tokens   longest sequence; the model's own limit if not given, and ConfigError beyond it
     """
     spec = checkpoint.spec
+    if context_tokens is not None and context_tokens > spec.context_tokens:
+        raise ConfigError(
+            f"context_tokens is {context_tokens}, but the model at {checkpoint.folder} can read {spec.context_tokens} "
+            "tokens; lower it, or leave it out to have all of them"
+        )
     context_tokens = context_tokens or spec.context_tokens
     gates = [layer.gate for layer in spec.layers if layer.gate is not None]
     num_columns = max((gate.top_k for gate in gates), default=0)

@@ -129,6 +129,15 @@ def test_an_empty_prompt_is_the_users_fault(run: Run) -> None:
     assert_one_sentence(run("submit", ""), 2, "empty")
 
 
+def test_logprobs_that_nobody_would_see_are_refused(run: Run) -> None:
+    assert_one_sentence(run("submit", "x", "--logprobs", "2"), 2, "--logprobs", "--json")
+
+
+def test_help_of_a_drain_says_what_it_does(run: Run) -> None:
+    said = run("node", "drain", "--help").out
+    assert "NAME | drain NAME" in said and "node drain NAME  move the requests and experts" in said
+
+
 def test_a_missing_prompt_file_is_named(run: Run) -> None:
     assert_one_sentence(run("submit", "--file", "nowhere.jsonl"), 2, "nowhere.jsonl")
 
@@ -210,6 +219,15 @@ def plan_of(model: Path, run: Run, tmp_path: Path) -> Ended:
 
 def test_a_model_in_order_is_planned(model: Path, run: Run, tmp_path: Path) -> None:
     assert plan_of(model, run, tmp_path).exit_code == 0
+
+
+def test_a_context_longer_than_the_models_is_told_with_both_lengths(
+    model: Path, run: Run, tmp_path: Path
+) -> None:
+    limit = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    topology = write_topology(tmp_path, "one_node", model=model, context_tokens=str(limit + 1))
+    said = (f"context_tokens is {limit + 1}", f"can read {limit} tokens", str(model))
+    assert_one_sentence(run("plan", "--topology", topology), 2, *said)
 
 
 def test_a_missing_shard_is_named(model: Path, run: Run, tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from edge_runtime.clock import SystemClock
+from edge_runtime.clock import ManualClock, SystemClock
 from edge_runtime.config import is_running, read_records, record_process, state_dir, write_record
-from edge_runtime.errors import ConfigError, UserError
-from edge_runtime.launch import last_log_line, recorded, start_local, stop_local
+from edge_runtime.errors import ConfigError, PeerLost, UserError
+from edge_runtime.launch import LocalCluster, last_log_line, recorded, start_local, stop_local, wait_ready
 from tests.support.clusters import write_topology
 from tests.support.processes import wait_until_gone
 from topology.files import read_cluster
@@ -82,6 +83,35 @@ def test_a_daemon_is_recorded_while_it_runs_and_removes_no_others_record(
         assert [record.name for record in read_records(folder)] == ["attic", "desk"]
         write_record(folder, record_process("attic", polite.pid))  # another took over
     assert [record.pid for record in read_records(folder)] == [polite.pid, polite.pid]
+
+
+class SlowToStart:
+    """A coordinator that cannot be reached for a while, and then serves."""
+
+    def __init__(self, clock: ManualClock, after_s: float, pid: int) -> None:
+        self.ready_at_s = clock.now() + after_s
+        self.clock = clock
+        self.pid = pid
+
+    def connect(self, timeout_s: float) -> None:
+        if self.clock.now() < self.ready_at_s:
+            raise PeerLost("not yet")
+
+    def status(self) -> dict[str, Any]:
+        return {"coordinator": {"pid": self.pid}, "ready": True}
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_is_waited_for_is_said_once_and_then_every_ten_seconds(
+    topology: Path, polite: subprocess.Popen[str]
+) -> None:
+    clock, said = ManualClock(), []
+    local = LocalCluster(topology.parent, {"coordinator": polite})  # type: ignore[dict-item]
+    coordinator = SlowToStart(clock, 25.0, polite.pid)
+    wait_ready(local, lambda: coordinator, clock, 60.0, said.append)  # type: ignore[arg-type, return-value]
+    assert said == [f"waiting for the coordinator to start, {seconds} s" for seconds in (2, 12, 22)]
 
 
 def test_the_last_line_of_a_log_is_the_last_that_says_something(tmp_path: Path) -> None:

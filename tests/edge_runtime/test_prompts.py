@@ -1,6 +1,8 @@
 """Prompts from options and from files: what is wrong is named with its line, what is right is kept."""
 
+import io
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -157,6 +159,21 @@ def test_a_bad_line_is_named_in_one_sentence(tmp_path, line, said):
     sentence = str(refused.value)
     assert "prompts.jsonl, line 3: " in sentence and said in sentence
     assert "\n" not in sentence and len(sentence) < 400
+
+
+def test_all_bad_lines_of_a_file_are_told_up_to_twenty(tmp_path):
+    with pytest.raises(RequestError) as refused:
+        read(tmp_path, '{"prompt": "fine"}\n{}\n{"prompt": "x", "top_p": 2}\n' + "[]\n" * 40)
+    lines = str(refused.value).splitlines()
+    assert "line 2: found none of" in lines[0] and "line 3: top_p is 2" in lines[1]
+    assert len(lines) == 21 and lines[-1] == "and 22 more lines"
+
+
+def test_a_file_called_dash_is_standard_input(monkeypatch):
+    lines = io.TextIOWrapper(io.BytesIO(b'{"prompt": "one"}\n{"prompt": "two"}\n'))
+    monkeypatch.setattr("sys.stdin", lines)
+    found = prompts_from_file(Path("-"), GIVEN, chat=False, system=None, trace=False)
+    assert [prompt.prompt for prompt in found] == ["one", "two"]
 
 
 @pytest.mark.parametrize(

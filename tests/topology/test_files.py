@@ -113,3 +113,11 @@ def test_what_is_no_id_of_the_hub_is_a_fault(topology: Path, model: str) -> None
 def test_whoever_does_not_open_the_model_may_be_without_it(topology: Path, model: str) -> None:
     topology.write_text(TEXT.replace("models/demo", model))
     assert read_cluster(topology, needs_model=False).model
+
+
+def test_a_folder_whose_name_no_disk_takes_is_a_fault(topology: Path) -> None:
+    topology.write_text(TEXT.replace("models/demo", "x" * 300))
+    with pytest.raises(
+        ClusterFileError, match=r"line 3, \[cluster\] model: .* cannot be looked into: File name too long"
+    ):
+        read_cluster(topology)

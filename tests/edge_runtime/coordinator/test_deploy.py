@@ -4,10 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from edge_runtime.coordinator.deploy import deploy_for, experts_without_host, hosts_table
+from edge_runtime.coordinator.deploy import (
+    deploy_for,
+    experts_without_host,
+    hosts_table,
+    refuse_unchangeable,
+)
 from edge_runtime.protocol import Deploy, decode, encode
 from tests.support.coordinators import cluster, footprint
 from topology.cluster import DECODE, EXPERTS, MIB, find_node
+from topology.errors import TopologyError
 from topology.placement import plan_placement
 
 
@@ -119,3 +125,12 @@ def test_every_expert_has_its_place_in_the_table(three):
     table = hosts_table(*three)
     assert [len(layer) for layer in table] == [4, 0, 4]
     assert all(nodes for layer in table for nodes in layer)
+
+
+def test_a_context_longer_than_the_running_cluster_can_have_needs_a_new_start():
+    running = cluster("n1", context_tokens=512)
+    refuse_unchangeable(running, replace(running, context_tokens=100), 512)
+    with pytest.raises(
+        TopologyError, match=r"context_tokens: found 513, the running cluster was started with 512"
+    ):
+        refuse_unchangeable(running, replace(running, context_tokens=513), 512)
