@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import signal
 import sys
 from importlib.metadata import entry_points
@@ -233,21 +234,24 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     _shape_links(shape, cluster, "coordinator")
     from edge_runtime.coordinator.daemon import CoordinatorDaemon
     from edge_runtime.coordinator.deploy import plan_for
+    from edge_runtime.coordinator.learned_routes import find_learned
     from edge_runtime.launch import COORDINATOR, recorded
     from edge_runtime.model.footprint import footprint
-    from edge_runtime.selector.learned import find_traits
     from edge_runtime.weights.locate import located, open_model
     from edge_runtime.weights.stores import FullFolder
 
     checkpoint = open_model(cluster, _say)
     parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
-    traits = find_traits(located(cluster, checkpoint), checkpoint.model_hash)
+    traits, routes = find_learned(
+        located(cluster, checkpoint), parts, checkpoint.model_hash, seed=secrets.randbits(63)
+    )
     daemon = CoordinatorDaemon(
         cluster,
         parts,
-        plan_for(cluster, parts, cluster.node_names, traits=traits),
+        plan_for(cluster, parts, cluster.node_names, traits=traits, joint=routes.joint),
         model_hash=checkpoint.model_hash,
         traits=traits,
+        routes=routes,
         keys=keys,
         clock=SystemClock(),
         weights=FullFolder(checkpoint),
@@ -522,8 +526,9 @@ def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bo
         planned = _plan_between(old, file) if old is not None else _plan_running(file, topology)
         click.echo(json.dumps(planned.body) if as_json else planned.text)
         return
+    from edge_runtime.coordinator.learned_routes import find_learned
+    from edge_runtime.coordinator.routes import homes_of
     from edge_runtime.model.footprint import footprint
-    from edge_runtime.selector.learned import find_traits
     from edge_runtime.tables import plan_body, plan_table
     from edge_runtime.weights.locate import located, open_model
     from topology.placement import plan_placement
@@ -531,29 +536,32 @@ def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bo
     cluster = read_cluster(resolve_topology_path(topology))
     checkpoint = open_model(cluster, _say)
     parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
-    traits = find_traits(located(cluster, checkpoint), checkpoint.model_hash)
+    traits, routes = find_learned(located(cluster, checkpoint), parts, checkpoint.model_hash)
+    traits, traffic = routes.joint(homes_of(cluster), traits)
     cores = {node.name: float(os.cpu_count() or 1) for node in cluster.nodes if is_loopback(node.address)}
-    body = plan_body(
-        cluster, parts, plan_placement(cluster, parts, cores=cores, traits=traits), traits, cores
-    )
+    placement = plan_placement(cluster, parts, cores=cores, traits=traits, traffic=traffic)
+    body = plan_body(cluster, parts, placement, traits, cores)
     click.echo(json.dumps(body) if as_json else plan_table(body))
 
 
 def _plan_between(old: Path, file: Path) -> "Planned":
     """What one file would change of another, if that one ran as it is."""
     from edge_runtime.coordinator.deploy import Plan, plan_for
+    from edge_runtime.coordinator.learned_routes import find_learned
     from edge_runtime.coordinator.preview import preview_of
     from edge_runtime.model.footprint import footprint
-    from edge_runtime.selector.learned import find_traits
     from edge_runtime.weights.locate import located, open_model
-    from topology.placement import plan_placement
 
     before, after = read_cluster(old), read_cluster(file)
     checkpoint = open_model(after, _say)
     parts = footprint(checkpoint, context_tokens=after.context_tokens)
-    traits = find_traits(located(after, checkpoint), checkpoint.model_hash)
-    placement = plan_placement(before, parts, traits=traits)
-    plan = Plan(after, plan_for(after, parts, after.node_names, placement, placement.epoch + 1, traits))
+    traits, routes = find_learned(located(before, checkpoint), parts, checkpoint.model_hash)
+    placement = plan_for(before, parts, before.node_names, traits=traits, joint=routes.joint)
+    traits, routes = find_learned(located(after, checkpoint), parts, checkpoint.model_hash)
+    placed = plan_for(
+        after, parts, after.node_names, placement, placement.epoch + 1, traits, joint=routes.joint
+    )
+    plan = Plan(after, placed)
     return preview_of(before, placement, before.node_names, plan, parts, traits)
 
 

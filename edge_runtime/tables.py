@@ -31,6 +31,14 @@ def status_table(body: dict[str, Any]) -> str:
         + f", placement epoch {body['epoch']}",
         f"requests: {requests['in_flight']} in flight, {requests['finished']} finished, {requests['failed']} failed",
     ]
+    routing = body.get("routing")
+    if routing is not None:
+        asked = sum(home["prompt_blocks"] for home in routing["homes"].values())
+        hits = sum(home["hit_blocks"] for home in routing["homes"].values())
+        sent = ", ".join(f"{name} {home['requests']}" for name, home in routing["homes"].items())
+        head.append(f"routing: {routing['text']}" + (f"; sent: {sent}" if asked else ""))
+        if asked:
+            head.append(f"prompt blocks that their home had already: {hits} of {asked}")
     if body["experts_without_host"]:
         head.append(f"{body['experts_without_host']} experts have no living host")
     head += [_group_line(group) for group in body["groups"] if len(group["stages"]) > 1]

@@ -6,7 +6,7 @@ Knows no model: what the machines will hold is `placement.py`'s to say.
 import difflib
 import ipaddress
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from topology.errors import UnknownNode
 from topology.ids import ExpertId
@@ -26,6 +26,9 @@ SELECTORS = ("live", "paper", "exact")
 or the one that calibration found least different; or nobody."""
 
 MOST_STAGES = 8  # each costs a hop: beyond a few there is nothing to win
+ROUTING = ("auto", "eldr", "pressure", "jsq", "round_robin", "random", "power_of_two")
+"""Who chooses the decode home of a request. `eldr`: the experts its prompt used, then load; the others: load, or nothing.
+`auto`: `eldr` where there is a calibration to go by and machines that prefill for others, else `pressure`."""
 
 MIB = 2**20
 
@@ -94,6 +97,32 @@ class Pin:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How requests find their machines: table [routing]."""
+
+    policy: str = "auto"
+    """Of `ROUTING`."""
+    tau: float = 0.1
+    """How far below the best match a home may lie, in units of cosine: 0 best match alone, 1 load alone."""
+    min_candidates: int = 1
+    """Homes among which load decides, at least."""
+    count_speed: bool = True
+    """Load is weighed by how fast a home is, and requests that wait there count fourfold."""
+    count_transfer: bool = True
+    """The time to move KV to a home counts as load."""
+    refit: bool = False
+    """Follow what is asked: clusters are made anew from the latest requests, not from calibration alone."""
+
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name} {getattr(self, field.name)}"
+            for field in fields(self)[1:]
+            if getattr(self, field.name) != field.default
+        ]
+        return ", ".join([self.policy, *changed])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """A whole topology file."""
 
@@ -121,6 +150,8 @@ class Cluster:
     """Folder of the calibration artifact; None for the one in the model's folder, if there is one."""
     pins: tuple[Pin, ...] = ()
     """Experts that have to be on certain nodes, in the order of the file."""
+    routing: Routing = Routing()
+    """How requests find their machines."""
     keys: str | None = None
     """Folder of CURVE keys; None only where every address is loopback."""
     process_reserve_bytes: int = 350 * MIB
@@ -143,6 +174,11 @@ class Cluster:
     """Seconds of silence after which a node counts as lost."""
     source: str = ""
     """The file it was read from."""
+
+    @property
+    def separates(self) -> bool:
+        """Whether some machine computes prompts for others: it may prefill, and not decode."""
+        return any(PREFILL in node.roles and DECODE not in node.roles for node in self.nodes)
 
     @property
     def node_names(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from topology.errors import ClusterFileError, Fault
 from topology.readers import Reader
 from topology.toml_lines import Path, find_lines
 
-TABLES = ("cluster", "default_node", "node", "default_link", "link", "pin")
+TABLES = ("cluster", "default_node", "node", "default_link", "link", "pin", "routing")
 ARRAYS = ("node", "link", "pin")  # written [[node]], once for each
 
 Values = dict[str, Any]  # field of a dataclass -> value

@@ -6,7 +6,18 @@ Knows no disk: whether a folder is there is asked through two functions that `fi
 from collections.abc import Callable
 
 from topology import readers, units
-from topology.cluster import DECODE, EXPERTS, ROLES, Cluster, Link, Node, Pin, did_you_mean, is_loopback
+from topology.cluster import (
+    DECODE,
+    EXPERTS,
+    ROLES,
+    Cluster,
+    Link,
+    Node,
+    Pin,
+    Routing,
+    did_you_mean,
+    is_loopback,
+)
 from topology.errors import ClusterFileError
 from topology.ids import ExpertId
 from topology.page import Key, Page, Values
@@ -56,6 +67,14 @@ _NODE_KEYS = {
 }
 _DEFAULT_LINK_KEYS = {"rtt": Key("rtt_s", _DURATION), "bandwidth": Key("bandwidth_bps", _RATE)}
 _LINK_KEYS = {"between": Key("between", readers.read_pair), **_DEFAULT_LINK_KEYS}
+_ROUTING_KEYS = {
+    "policy": Key("policy", readers.read_routing),
+    "tau": Key("tau", readers.read_tau),
+    "min_candidates": Key("min_candidates", readers.read_count),
+    "count_speed": Key("count_speed", readers.read_flag),
+    "count_transfer": Key("count_transfer", readers.read_flag),
+    "refit": Key("refit", readers.read_flag),
+}
 _PIN_KEYS = {
     "expert": Key("expert", readers.read_expert),
     "layer": Key("layer", readers.read_position),
@@ -89,6 +108,7 @@ def parse_cluster(
     default_link = page.read_table("default_link", _DEFAULT_LINK_KEYS)
     links = page.read_tables("link", _LINK_KEYS)
     pins = page.read_tables("pin", _PIN_KEYS)
+    routing = page.read_table("routing", _ROUTING_KEYS)
 
     _check_cluster(page, cluster)
     _check_nodes(page, cluster, nodes)
@@ -104,6 +124,7 @@ def parse_cluster(
         default_link=link_default,
         links=tuple(_link(link, link_default) for link in links),
         pins=tuple(Pin(expert, pin["node"]) for pin in pins if (expert := _pinned(pin))),
+        routing=Routing(**routing),
         source=source,
     )
 

@@ -12,6 +12,7 @@ from topology.cluster import (
     PLACEMENTS,
     PLANS,
     ROLES,
+    ROUTING,
     SELECTORS,
     WEIGHT_FORMATS,
     did_you_mean,
@@ -91,6 +92,7 @@ def read_one_of(what: str, allowed: tuple[str, ...]) -> Callable[[object], str]:
 
 read_device = read_one_of("device", DEVICES)
 read_plan = read_one_of("plan", PLANS)
+read_routing = read_one_of("routing policy", ROUTING)
 read_placement = read_one_of("placement", PLACEMENTS)
 read_selector = read_one_of("selector", SELECTORS)
 
@@ -155,6 +157,23 @@ def read_expert(value: object) -> ExpertId:
     if not match:
         raise ValueError(f'expected layer and index in quotes, as in "3.17", found {_kind(value)}')
     return ExpertId(int(match[1]), int(match[2]))
+
+
+def read_tau(value: object) -> float:
+    """A number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(
+            f"expected a number from 0 (best match alone) to 1 (load alone), found {_kind(value)}"
+        )
+    if not 0 <= value <= 1:
+        raise ValueError(f"expected a number from 0 (best match alone) to 1 (load alone), found {value}")
+    return float(value)
+
+
+def read_flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"expected true or false, found {_kind(value)}")
+    return value
 
 
 def read_memory_ratio(value: object) -> float:

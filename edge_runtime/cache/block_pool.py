@@ -38,6 +38,7 @@ class BlockPool:
         self.num_hits = 0  # cached blocks taken up again
         self.num_evictions = 0  # cached blocks whose content was given up for a new user
         self._references = [0] * num_blocks
+        self._given = [0] * num_blocks  # how often each block was given to a new user
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         # An OrderedDict is a hash table over a linked list: O(1) at both ends and in the middle.
@@ -74,6 +75,7 @@ class BlockPool:
                 self.forget(block)
                 self.num_evictions += 1
             self._references[block] = 1
+            self._given[block] += 1
             blocks.append(block)
         return blocks
 
@@ -87,6 +89,18 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def holds(self, content_hash: bytes) -> bool:
+        """Whether that content can be found now. Any thread may ask."""
+        return content_hash in self._block_of
+
+    def look(self, content_hash: bytes) -> tuple[int, int] | None:
+        """Where that content is, and the block's generation; None if it cannot be found. Any thread may ask.
+
+        It is still there after it was read if a second look gives the same.
+        """
+        block = self._block_of.get(content_hash)
+        return None if block is None else (block, self._given[block])
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a user to each block, which must be cached; free ones leave the free list."""

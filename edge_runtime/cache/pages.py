@@ -3,7 +3,7 @@
 It knows shapes and bytes; which request owns which block is the pool's business.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class KVPages:
                     )
                 pages[layer] = pages[shape.shared_with]
         self._pages = pages
+        self._own = [page for layer in own for page in pages[layer]]
 
     def k(self, layer: int) -> Tensor:
         """Keys of a layer, by its number in the model."""
@@ -74,6 +75,25 @@ class KVPages:
     def v(self, layer: int) -> Tensor:
         """Values of a layer, by its number in the model."""
         return self._of(layer)[1]
+
+    @property
+    def floats_per_block(self) -> int:
+        """Numbers of one block over all layers."""
+        return self.nbytes // self.num_blocks // 4
+
+    def read(self, blocks: Sequence[int]) -> Tensor:
+        """[n, floats of a block] float32, a copy: of each layer that keeps any in order, keys, then values."""
+        table = torch.tensor(blocks, dtype=torch.int64)
+        return torch.cat([page[table].flatten(1) for page in self._own], dim=1)
+
+    def write(self, blocks: Sequence[int], rows: Tensor) -> None:
+        """Put what `read` gave, here or on another node, into these blocks."""
+        table = torch.tensor(blocks, dtype=torch.int64)
+        at = 0
+        for page in self._own:
+            size = page[0].numel()
+            page[table] = rows[:, at : at + size].view(len(blocks), *page.shape[1:])
+            at += size
 
     def _of(self, layer: int) -> tuple[Tensor, Tensor]:
         if layer not in self._pages:

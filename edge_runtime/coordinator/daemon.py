@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
 
 from edge_runtime.clock import Clock
@@ -15,9 +16,10 @@ from edge_runtime.coordinator import state as states
 from edge_runtime.coordinator.deploy import deploy_for, experts_without_host, refuse_unchangeable
 from edge_runtime.coordinator.outbox import Outbox
 from edge_runtime.coordinator.preview import preview_of
+from edge_runtime.coordinator.routes import Routes
 from edge_runtime.coordinator.status import status_body
-from edge_runtime.coordinator.streams import Delivery, Streams
-from edge_runtime.errors import ConfigError, Refusal
+from edge_runtime.coordinator.streams import Delivery, Phase, Stream, Streams
+from edge_runtime.errors import ArtifactError, ConfigError, Refusal
 from edge_runtime.protocol import (
     MAX_HEADER_BYTES,
     Abort,
@@ -37,12 +39,15 @@ from edge_runtime.protocol import (
     Finished,
     Generate,
     GiveUp,
+    Handoff,
     Heartbeat,
     HeartbeatReply,
     Hello,
     Message,
+    PeerAddress,
     PeersChanged,
     Planned,
+    Prefilled,
     Refused,
     Release,
     StatusQuery,
@@ -54,12 +59,12 @@ from edge_runtime.protocol import (
     Welcome,
     refuse_mismatch,
 )
-from edge_runtime.routing.base import HomeLoad, choose_home
+from edge_runtime.routing.base import HomeLoad
 from edge_runtime.transport.endpoint import Sent, Server
 from edge_runtime.transport.keys import Keys
 from edge_runtime.weights.service import BUSY_S, WeightsService
 from edge_runtime.weights.stores import Store
-from topology.cluster import Cluster
+from topology.cluster import PREFILL, Cluster, find_node
 from topology.costs import ModelFootprint
 from topology.errors import TopologyError
 from topology.files import read_cluster_text
@@ -96,13 +101,19 @@ class CoordinatorDaemon:
         homeless_s: float = HOMELESS_S,
         traits: ExpertTraits | None = None,
         weights: Store | None = None,
+        routes: Routes | None = None,
     ) -> None:
         """homeless_s: how long a request whose home is gone waits for another, seconds.
 
         traits   what calibration found of the experts
         weights  the model's files, for nodes that lack them
+        routes   who chooses homes; None: as the file says, without calibration
         """
         self._epochs = epochs.Epochs(cluster, footprint, placement, clock.now(), traits)
+        self._routes = routes or Routes(cluster, footprint, None, seed=secrets.randbits(SEED_BITS))
+        self._routes.follow(cluster, placement)
+        self._epochs.joint = self._routes.joint
+        self._routed = (cluster, placement)
         self._footprint = footprint
         self._clock = clock
         self._keys = keys
@@ -206,7 +217,7 @@ class CoordinatorDaemon:
         if isinstance(message, Hello):
             self._greet(peer, message, envelope.call_id)
         elif peer in self._node_of:
-            self._take_from_node(self._node_of[peer], peer, message)
+            self._take_from_node(self._node_of[peer], peer, message, envelope.tensors)
         elif peer in self._clients:
             self._take_from_client(peer, message, envelope.call_id)
         elif peer in self._loaders:
@@ -257,7 +268,9 @@ class CoordinatorDaemon:
             del self._clients[oldest]
         self._clients[peer] = None
 
-    def _take_from_node(self, name: str, peer: bytes, message: Message) -> None:
+    def _take_from_node(
+        self, name: str, peer: bytes, message: Message, tensors: Sequence[np.ndarray] = ()
+    ) -> None:
         match message:
             case Heartbeat(sequence=sequence, report=report):
                 self._server.send(peer, HeartbeatReply(sequence))
@@ -285,6 +298,9 @@ class CoordinatorDaemon:
                     self._find_homes(but=name)
             case Finished(finish_reason="abort") if not self._streams.is_aborted(message.request_id):
                 pass  # of a time when the request was here before: it was taken away, and has come back since
+            case Prefilled():
+                if self._streams.node_of(message.request_id) == name:
+                    self._prefilled(name, message, *tensors)
             case Finished() | Failed():
                 if self._streams.node_of(message.request_id) == name:
                     self._deliver(self._streams.end(message))
@@ -327,6 +343,7 @@ class CoordinatorDaemon:
                         "rss_bytes": psutil.Process().memory_info().rss,
                         "bad_frames": self._server.bad_messages,
                     },
+                    routing=self._routes.body(),
                     change=self._epochs.change_text(),
                     leaving=self._epochs.leaving,
                     outcomes=list(self._epochs.outcomes),
@@ -346,23 +363,30 @@ class CoordinatorDaemon:
         if submit.sampling.get("seed") is None:  # drawn here, so that another home would draw the same tokens
             seed = secrets.randbits(SEED_BITS)
             submit = msgspec.structs.replace(submit, sampling={**submit.sampling, "seed": seed})
-        home = "" if refused else self._choose_home() or ""
+        worker = "" if refused or not self._routes.separates else self._choose_worker(submit)
+        phase: Phase = "prefill" if worker else "decode"
+        home = "" if refused else worker or self._choose_home() or ""
         if refused is None and not home:
             detail = f"no node can answer now: waiting for {self._state.waiting_for()}"
             refused = Refused("not_ready", detail, RETRY_S, request_id)
-        refused = refused or self._send_to(home, submit)
+        refused = refused or self._send_to(home, submit, prefill_only=bool(worker))
         if refused is not None:
             self._outbox.send(peer, refused, call_id)
             return
-        self._streams.open(submit, peer, home)
+        self._streams.open(submit, peer, home, phase)
+        if phase == "decode":
+            self._routes.sent(home, (), self._placement.plan_of(home).kv_blocks)
         if not self._outbox.send(peer, Accepted(request_id, home), call_id):
             self._client_gone(peer)
 
-    def _send_to(self, home: str, submit: Submit) -> Refused | None:
+    def _send_to(
+        self, home: str, submit: Submit, *, prefill_only: bool = False, handoff: Handoff | None = None
+    ) -> Refused | None:
         """Hand a request to its home; the answer says why that did not work."""
         fields = {name: getattr(submit, name) for name in submit.__struct_fields__}
+        generate = Generate(**fields, prefill_only=prefill_only, handoff=handoff)
         try:
-            sent = self._server.send(self._state.nodes[home].peer, Generate(**fields))
+            sent = self._server.send(self._state.nodes[home].peer, generate)
         except (BadMessage, RecursionError) as error:  # nested deeper than we would send ourselves
             return Refused("request", f"the request cannot be passed on: {error}", None, submit.request_id)
         if not sent:
@@ -389,7 +413,41 @@ class CoordinatorDaemon:
             return Refused("not_ready", detail, RETRY_S, submit.request_id)
         return None
 
-    def _choose_home(self, but: str = "") -> str | None:
+    def _choose_worker(self, submit: Submit, but: str = "") -> str:
+        """Who computes the prompt; empty if nobody can, so that its home does."""
+        workers = [
+            node.name
+            for node in self._cluster.nodes
+            if PREFILL in node.roles and self._state.nodes[node.name].serves and node.name != but
+        ]
+        workers = [name for name in workers if name not in self._epochs.leaving] or workers
+        if not workers:
+            return ""
+        loads = {name: self._streams.in_flight(name, "prefill") for name in workers}
+        return self._routes.choose_worker(submit, workers, loads)
+
+    def _prefilled(self, name: str, message: Prefilled, counts: np.ndarray, hashes: np.ndarray) -> None:
+        """A prompt is computed and its first token on its way: choose the home of what follows."""
+        handoff = Handoff(
+            self._address_of(name), message.cached_tokens, timing=message.timing, served=message.served
+        )
+        signature = self._routes.signature(counts)
+        named = [row.tobytes() for row in hashes]
+        self._streams.prefilled(message.request_id, handoff, named, signature, self._clock.now())
+        self._find_homes()
+
+    def _handoff_of(self, stream: Stream) -> Handoff | None:
+        """What its next home is told of the prompt; nobody is asked for blocks who is gone."""
+        handoff = stream.prefilled
+        if handoff is not None and handoff.source.name not in self._state.alive:
+            return msgspec.structs.replace(handoff, source=PeerAddress("", ""))
+        return handoff
+
+    def _address_of(self, name: str) -> PeerAddress:
+        key = self._keys.of_peer(name).decode() if self._keys else ""
+        return PeerAddress(name, find_node(self._cluster, name).address, key)
+
+    def _choose_home(self, but: str = "", stream: Stream | None = None) -> str | None:
         """The first node of a decode group whose nodes all serve; `but` is in none, nor who leaves if it can be helped."""
         alive, leaving = set(self._state.alive), self._epochs.leaving
         whole = [
@@ -398,11 +456,15 @@ class CoordinatorDaemon:
             if alive.issuperset(group.nodes) and but not in group.nodes
         ]
         staying = [nodes for nodes in whole if leaving.isdisjoint(nodes)]
-        return choose_home(
-            [
-                HomeLoad(home, self._streams.in_flight(home), self._cluster.max_requests)
-                for home, *_ in staying or whole
-            ]
+        loads = [
+            HomeLoad(home, self._streams.in_flight(home, "decode"), self._cluster.max_requests)
+            for home, *_ in staying or whole
+        ]
+        if stream is None or stream.prefilled is None:
+            return self._routes.choose_home(loads)
+        source = stream.prefilled.source.name
+        return self._routes.choose_home(
+            loads, stream.signature, source=source if source in alive else "", hashes=stream.hashes
         )
 
     def _find_homes(self, but: str = "") -> None:
@@ -416,14 +478,21 @@ class CoordinatorDaemon:
             if stream.is_aborted:
                 self._deliver(self._streams.end(Finished(request_id, "abort")))
                 continue
-            home = self._choose_home(but) if stream.moves <= MAX_MOVES else None
+            if stream.moves <= MAX_MOVES and not stream.token_ids and self._routes.separates:
+                worker = self._choose_worker(stream.submit, but)
+                if worker and self._send_to(worker, stream.submit, prefill_only=True) is None:
+                    log.info("request %s: its prompt is computed at %s", request_id, worker)
+                    self._streams.move(request_id, worker, "prefill")
+                    continue
+            home = self._choose_home(but, stream) if stream.moves <= MAX_MOVES else None
             if home is not None:
                 resumed = msgspec.structs.replace(stream.submit, output_ids=list(stream.token_ids))
-                if self._send_to(home, resumed) is None:
+                if self._send_to(home, resumed, handoff=self._handoff_of(stream)) is None:
                     log.info(
                         "request %s goes on at %s after %d tokens", request_id, home, len(stream.token_ids)
                     )
                     self._streams.move(request_id, home)
+                    self._routes.sent(home, stream.hashes, self._placement.plan_of(home).kv_blocks)
                     if not self._outbox.send(stream.client, Accepted(request_id, home)):
                         self._client_gone(stream.client)
             elif stream.moves > MAX_MOVES or now - stream.homeless_s > self._homeless_s:
@@ -465,7 +534,15 @@ class CoordinatorDaemon:
     def _apply(self, event: states.Event) -> None:
         self._carry_out(self._epochs.apply(event, self._clock.now()))
 
+    def _follow_placement(self) -> None:
+        """Let the router know when another file or placement counts."""
+        cluster, placement = self._routed
+        if cluster is not self._cluster or placement is not self._placement:
+            self._routed = (self._cluster, self._placement)
+            self._routes.follow(*self._routed)
+
     def _carry_out(self, commands: Sequence[epochs.Command]) -> None:
+        self._follow_placement()
         for command in commands:
             match command:
                 case states.Note(text):
@@ -497,6 +574,7 @@ class CoordinatorDaemon:
 
     def _move_requests(self, name: str, why: str) -> None:
         """A node is gone: whatever it was home to, or ran some layers of, goes on elsewhere."""
+        self._routes.forget(name)
         homes = {name} | {group.nodes[0] for group in self._epochs.serving_groups() if name in group.nodes}
         for home in sorted(homes):
             for request_id in self._streams.of_node(home):
@@ -536,7 +614,7 @@ class CoordinatorDaemon:
         """Begin a change and tell the client its epoch, or why not; what is refused changes nothing."""
         try:
             begun = begin()
-        except (TopologyError, ConfigError) as error:
+        except (TopologyError, ConfigError, ArtifactError) as error:
             self._outbox.send(client, Refused("topology", str(error)), call_id)
             return
         except (ValueError, ArithmeticError, OSError, RecursionError) as error:
@@ -558,6 +636,7 @@ class CoordinatorDaemon:
     def _apply_file(self, message: Apply) -> tuple[int, list[epochs.Command]] | Planned:
         wanted = read_cluster_text(message.text, Path(message.source))
         refuse_unchangeable(self._cluster, wanted, self._footprint.context_tokens)
+        self._routes.refuse(wanted)
         if self._keys:
             for name in wanted.node_names:
                 self._keys.of_peer(name)

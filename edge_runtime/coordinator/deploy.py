@@ -3,17 +3,21 @@
 Knows the file, the model's bytes and who is there; nothing of what is loaded or running.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from edge_runtime.coordinator.routes import counts_wanted, homes_of
 from edge_runtime.protocol import Deploy, PeerAddress, Share
 from topology.cluster import Cluster, find_node
 from topology.costs import ModelFootprint, context_limit
 from topology.errors import TopologyError
 from topology.placement import Placement, plan_placement
 from topology.speeds import NOTHING_MEASURED, Measured
-from topology.traits import ExpertTraits
+from topology.traits import ExpertTraits, Traffic
+
+Joint = Callable[[Sequence[str], ExpertTraits | None], tuple[ExpertTraits | None, Traffic | None]]
+"""Homes, and what is known of the experts -> that with the demand of each cluster of requests, and who gets which."""
 
 
 class Plan(NamedTuple):
@@ -40,11 +44,13 @@ def plan_for(
     epoch: int = 1,
     traits: ExpertTraits | None = None,
     measured: Measured = NOTHING_MEASURED,
+    joint: Joint | None = None,
 ) -> Placement:
     """Place the model on the nodes of the file that are present, moving as little as may be.
 
     traits    what calibration found of the experts, for files whose `placement` looks at it
     measured  of the nodes, as far as they have reported; it counts before what the file says
+    joint     what each home will be asked for, where a router sends like to like
 
     Raises PlacementError if they cannot hold it.
     """
@@ -53,6 +59,9 @@ def plan_for(
         nodes=tuple(node for node in cluster.nodes if node.name in present),
         pins=tuple(pin for pin in cluster.pins if pin.node in present),
     )
+    traffic = None
+    if joint is not None:
+        traits, traffic = joint(homes_of(there), traits)
     return plan_placement(
         there,
         footprint,
@@ -62,6 +71,7 @@ def plan_for(
         cores=measured.cores,
         previous=previous,
         traits=traits,
+        traffic=traffic,
     )
 
 
@@ -128,6 +138,7 @@ def deploy_for(
             "weight_format": node.weight_format,
             "trunk_format": node.trunk_format,
             "selector": cluster.selector,
+            "counts_experts": counts_wanted(cluster, node.roles),
             "planned_bytes": plan.planned_bytes,
         },
         model_hash=model_hash,

@@ -11,7 +11,7 @@ import msgspec
 
 from edge_runtime.coordinator import redeploy
 from edge_runtime.coordinator import state as states
-from edge_runtime.coordinator.deploy import Plan, experts_without_host, plan_for
+from edge_runtime.coordinator.deploy import Joint, Plan, experts_without_host, plan_for
 from edge_runtime.coordinator.speed_book import Observed, look, measured_of, plan_of
 from edge_runtime.errors import Refusal
 from topology.cluster import DECODE, Cluster
@@ -109,6 +109,7 @@ class Epochs:
         self.outcomes: collections.deque[Outcome] = collections.deque(maxlen=KEPT_OUTCOMES)
         self._footprint = footprint
         self.traits = traits
+        self.joint: Joint | None = None  # what routing will send to each home
         self._newest = (
             placement.epoch
         )  # no epoch is ever used twice: a node may still be at work on an old one
@@ -304,6 +305,7 @@ class Epochs:
             self._newest + 1,
             self.traits,
             self.measured(),
+            self.joint,
         )
 
     def _begin(

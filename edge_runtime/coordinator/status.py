@@ -21,6 +21,7 @@ def status_body(
     streams: Streams,
     *,
     coordinator: dict[str, Any],
+    routing: dict[str, Any] | None = None,
     change: str = "",
     leaving: Collection[str] = (),
     outcomes: Sequence[Outcome] = (),
@@ -39,6 +40,7 @@ def status_body(
         "changes": [msgspec.to_builtins(outcome) for outcome in outcomes],
         "experts_without_host": experts_without_host(placement, set(state.alive)),
         "coordinator": coordinator,
+        "routing": routing,
         "requests": {
             "in_flight": len(streams),
             "finished": streams.num_finished,
@@ -128,5 +130,6 @@ def _node_body(
         "loading": record.progress if record.phase == "loading" and record.progress else None,
         "experts": len(plan.experts) if plan else 0,
         "in_flight": streams.in_flight(record.name),
+        "in_prefill": streams.in_flight(record.name, "prefill"),
         "report": report,
     }

@@ -4,17 +4,22 @@ Pure. A slow client never fills a queue: it has a window of messages, and what c
 merged into few messages that wait.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from edge_runtime.protocol import Failed, Finished, Submit, Tokens
+import numpy as np
+
+from edge_runtime.protocol import Failed, Finished, Handoff, Submit, Tokens
 from edge_runtime.transport.credits import Window
 
 MERGED_TOKENS = (
     1024  # of one message at most; with 20 logprobs each that is a quarter of what a message may hold
 )
 MERGED_CHARS = 128 << 10
+
+Phase = Literal["prefill", "decode"]
 
 
 class Delivery(NamedTuple):
@@ -31,6 +36,9 @@ class Stream:
     node       its home; empty while it has none
     window     of Tokens messages that may still be sent before the client grants more
     token_ids  the answer so far, whether or not the client has it yet: another home goes on after these
+    phase      `prefill` while a node computes its prompt for others, else `decode`
+    prefilled  where its prompt was computed and what that cost; None before, and where home and prefill are one
+    signature, hashes  of its prompt, once computed: for a home, and for the next one should that be lost
     moves      how often it lost its home; homeless_s: since when it has none; lost_node, why: which it was, what happened
     is_aborted  its client wants no more of it
     """
@@ -46,6 +54,10 @@ class Stream:
     lost_node: str = ""
     why: str = ""
     is_aborted: bool = False
+    phase: Phase = "decode"
+    prefilled: Handoff | None = None
+    signature: np.ndarray | None = None
+    hashes: tuple[bytes, ...] = ()
 
     @property
     def request_id(self) -> str:
@@ -81,7 +93,7 @@ class Streams:
 
     def __init__(self) -> None:
         self._streams: dict[str, Stream] = {}
-        self._in_flight: dict[str, int] = {}
+        self._in_flight: Counter[tuple[str, Phase]] = Counter()
         self.num_finished = 0
         self.num_failed = 0
 
@@ -94,16 +106,17 @@ class Streams:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 
-    def open(self, submit: Submit, client: bytes, node: str) -> None:
+    def open(self, submit: Submit, client: bytes, node: str, phase: Phase = "decode") -> None:
         """A request was routed to `node`. Its id must be new."""
         assert submit.request_id not in self._streams, f"request {submit.request_id} is already running"
-        self._streams[submit.request_id] = Stream(submit, client, node, Window(max(1, submit.credit)))
-        self._in_flight[node] = self._in_flight.get(node, 0) + 1
+        window = Window(max(1, submit.credit))
+        self._streams[submit.request_id] = Stream(submit, client, node, window, phase=phase)
+        self._in_flight[node, phase] += 1
 
     def lose_home(self, request_id: str, why: str, now: float, *, is_planned: bool = False) -> None:
         """The request's home is gone, or is not to be its home any longer; `why` is told if no other takes it."""
         stream = self._streams[request_id]
-        self._in_flight[stream.node] -= 1
+        self._in_flight[stream.node, stream.phase] -= 1
         stream.node, stream.lost_node, stream.why = "", stream.node, why
         stream.moves += not is_planned
         stream.homeless_s = now
@@ -112,10 +125,11 @@ class Streams:
         """Requests that wait for another home, in the order in which they were submitted."""
         return [stream for stream in self._streams.values() if not stream.node]
 
-    def move(self, request_id: str, node: str) -> None:
+    def move(self, request_id: str, node: str, phase: Phase = "decode") -> None:
         """`node` goes on with a request that had no home."""
-        self._streams[request_id].node = node
-        self._in_flight[node] = self._in_flight.get(node, 0) + 1
+        stream = self._streams[request_id]
+        stream.node, stream.phase = node, phase
+        self._in_flight[node, phase] += 1
 
     def abort(self, request_id: str) -> None:
         """The client wants no more of the request; it ends when its home says so."""
@@ -126,9 +140,26 @@ class Streams:
         """Whether the request is here and its client wants no more of it."""
         return request_id in self._streams and self._streams[request_id].is_aborted
 
-    def in_flight(self, node: str) -> int:
-        """Requests routed to that node that have not ended."""
-        return self._in_flight.get(node, 0)
+    def prefilled(
+        self,
+        request_id: str,
+        handoff: Handoff,
+        hashes: Sequence[bytes],
+        signature: np.ndarray | None,
+        now: float,
+    ) -> Stream:
+        """Its prompt is computed: it waits for a home, and no node has it in hand."""
+        stream = self._streams[request_id]
+        self._in_flight[stream.node, stream.phase] -= 1
+        stream.node, stream.phase, stream.homeless_s = "", "decode", now
+        stream.prefilled, stream.hashes, stream.signature = handoff, tuple(hashes), signature
+        return stream
+
+    def in_flight(self, node: str, phase: Phase | None = None) -> int:
+        """Requests routed to that node that have not ended; of one phase, or of both."""
+        if phase is not None:
+            return self._in_flight[node, phase]
+        return self._in_flight[node, "prefill"] + self._in_flight[node, "decode"]
 
     def node_of(self, request_id: str) -> str | None:
         stream = self._streams.get(request_id)
@@ -161,7 +192,7 @@ class Streams:
         if stream is None:
             return []
         if stream.node:
-            self._in_flight[stream.node] -= 1
+            self._in_flight[stream.node, stream.phase] -= 1
         if isinstance(message, Failed):
             self.num_failed += 1
         else:

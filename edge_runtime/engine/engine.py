@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from edge_runtime.cache.block_store import BlockStore
 from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import Account, bill_of, joined_accounts
 from edge_runtime.engine.plan import Finished, StepPlan
@@ -48,6 +49,7 @@ class Ended(NamedTuple):
     is_users_fault whether the request itself could not be served
     slots          expert slots computed for it, by node name
     trace          where its gate weight was served, by layer, if it asked for that
+    account        what bill and slots were made of; None if it never was in an engine
     """
 
     request: Request
@@ -59,21 +61,33 @@ class Ended(NamedTuple):
     slots: Mapping[str, int] = MappingProxyType({})
     cause: Literal["experts", "stage"] = "experts"
     trace: list[dict[str, Any]] | None = None
+    account: Account | None = None
 
 
 class Engine:
     """Steps over the requests it was given. Not thread-safe: one thread calls everything.
 
     runner  all layers of the model: one Runner, or several in a StagedRunner
+    blocks  its KV by content, where it is handed on and taken in
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Stage, sampler: Sampler, clock: Clock) -> None:
+    blocks: BlockStore | None = None
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Stage,
+        sampler: Sampler,
+        clock: Clock,
+        blocks: BlockStore | None = None,
+    ) -> None:
         if (runner.first_layer, runner.last_layer) != (0, runner.num_layers):
             raise ValueError(
                 f"an engine samples, so it runs all {runner.num_layers} layers, not "
                 f"[{runner.first_layer}, {runner.last_layer})"
             )
         self.sampler = sampler
+        self.blocks = blocks
         self._begin(scheduler, runner, clock)
 
     def _begin(self, scheduler: Scheduler, runner: Stage, clock: Clock) -> None:
@@ -85,9 +99,14 @@ class Engine:
         self.is_held = False
         self._carried: dict[str, list[Account]] = {}  # of running requests, from before a change of placement
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError when it could never fit."""
+    def submit(self, request: Request, before: Account | None = None) -> None:
+        """Queue a request. Raises RequestError when it could never fit.
+
+        before  what it has cost elsewhere: it belongs on its bill
+        """
         self.scheduler.add(request)
+        if before is not None:
+            self._carried[request.request_id] = [before]
 
     def abort(self, request_id: str) -> Output | None:
         """End a request now and free its blocks; None if it is not here (it may have ended by itself)."""
@@ -246,13 +265,21 @@ class Engine:
         request = finished.request
         account = self._take_account(request.request_id)
         carried = self._carried.pop(request.request_id, None)
-        account = joined_accounts([account, *carried]) if carried else account
+        if carried:
+            account = joined_accounts([account, *carried])
         bill, slots = bill_of(account)
         trace = None
         if self.books is not None:
             bill, trace = self.books.close(request, bill, float(account.served[0].sum()))
         ended = Ended(
-            request, finished.reason, finished.error, self.clock.now(), bill=bill, slots=slots, trace=trace
+            request,
+            finished.reason,
+            finished.error,
+            self.clock.now(),
+            bill=bill,
+            slots=slots,
+            trace=trace,
+            account=account,
         )
         return Output(request.request_id, token_id, logprobs, ended)
 
@@ -278,12 +305,12 @@ class EngineThread(threading.Thread):
         self._died = died
         self._inbox: queue.SimpleQueue[Callable[[Engine], list[Output]] | None] = queue.SimpleQueue()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, before: Account | None = None) -> None:
         """Queue a request from any thread; one that cannot run comes back as an output that ended with `error`."""
 
         def submit(engine: Engine) -> list[Output]:
             try:
-                engine.submit(request)
+                engine.submit(request, before)
             except EdgeError as error:
                 ended = _refused(request, error, engine.clock.now())
                 return [Output(request.request_id, None, None, ended)]

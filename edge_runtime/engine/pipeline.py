@@ -92,10 +92,10 @@ class PipelineEngine(Engine):
         """Steps whose result is awaited."""
         return len(self._under_way)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, before: Account | None = None) -> None:
         """See Engine. Which experts a prompt chose is counted at no stage."""
         request.wants_counts = False
-        super().submit(request)
+        super().submit(request, before)
 
     # Steps.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime.cache.block_pool import BLOCK_MASK, BLOCK_SHIFT, blocks_for
+from edge_runtime.cache.pages import KVPages
 from edge_runtime.cache.signatures import SignatureCache
 from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import Account, ServedWeight, joined_accounts
@@ -122,6 +123,7 @@ class Runner:
 
     signatures  where the decoder counts the experts that rows choose; None where it does not
     books       what requests may spend of quality, and have spent; None: every slot is exact
+    pages       where the decoder keeps keys and values, for those who hand blocks on
     """
 
     decoder: Decoder
@@ -131,6 +133,7 @@ class Runner:
     times: StepTimes = field(default_factory=StepTimes)
     signatures: SignatureCache | None = None
     books: QualityBooks | None = None
+    pages: KVPages | None = None
 
     def __post_init__(self) -> None:
         self._served = ServedWeight(len(self.port.host_names))

@@ -201,15 +201,24 @@ class Scheduler:
         request.stop_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             request.stop_ids |= self._eos_ids
-        request.chain_seed = chain_seed(
-            self._model_hash, self._tokenizer_hash, request.salt, request.exactness
-        )
-        if request.encoder_tokens:
-            input_ids = request.prompt_ids[: request.encoder_tokens]
-            request.chain_seed = encoder_seed(request.chain_seed, input_ids)
+        request.chain_seed = self._seed_of(request)
         request.block_hashes = []
         self._requests[request.request_id] = request
         self._enqueue(request)
+
+    def prompt_hashes(self, request: Request) -> list[bytes]:
+        """Content hashes of the full blocks of a request's prompt. Changes nothing: any thread may ask."""
+        hashes: list[bytes] = []
+        extend_hashes(
+            hashes, self._seed_of(request), request.prompt_ids, len(request.prompt_ids) >> BLOCK_SHIFT
+        )
+        return hashes
+
+    def _seed_of(self, request: Request) -> bytes:
+        seed = chain_seed(self._model_hash, self._tokenizer_hash, request.salt, request.exactness)
+        if request.encoder_tokens:
+            seed = encoder_seed(seed, request.prompt_ids[: request.encoder_tokens])
+        return seed
 
     def abort(self, request_id: str) -> Finished | None:
         """End a request whose client is gone. None if it has ended already."""

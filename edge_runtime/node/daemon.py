@@ -10,13 +10,16 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import psutil
 import torch
 
+from edge_runtime.cache.block_store import Blocks
 from edge_runtime.clock import Clock
-from edge_runtime.engine.engine import Engine, EngineThread, Output
+from edge_runtime.engine.engine import Ended, Engine, EngineThread, Output
 from edge_runtime.engine.pipeline import PipelineEngine
+from edge_runtime.engine.request import read_params
 from edge_runtime.errors import ProtocolError, RequestError
 from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.checkpoint import Checkpoint
@@ -24,9 +27,16 @@ from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.answers import AnswerStream
 from edge_runtime.node.expert_service import ExpertService, Residents
 from edge_runtime.node.gauge import Gauge, peers_to_probe
+from edge_runtime.node.handoff import BlockReceivers, FetchJob
 from edge_runtime.node.prober import LinkProber
 from edge_runtime.node.report import node_report
-from edge_runtime.node.requests import HomeRequest, make_request
+from edge_runtime.node.requests import (
+    HomeRequest,
+    account_of,
+    ended_by,
+    make_request,
+    prefilled_tensors,
+)
 from edge_runtime.node.resident import give_back
 from edge_runtime.node.share import (
     Fetch,
@@ -52,11 +62,13 @@ from edge_runtime.protocol import (
     Failed,
     Finished,
     Generate,
+    Handoff,
     Heartbeat,
     HeartbeatReply,
     Hello,
     Message,
     PeersChanged,
+    Prefilled,
     Refused,
     Release,
     StageResult,
@@ -77,6 +89,7 @@ from topology.cluster import Cluster, Node
 
 log = logging.getLogger(__name__)
 
+STOP_S = 2.0
 WAIT_S = 0.25  # longest sleep of the control loop: timers are this exact
 PROGRESS_S = 2.0  # a wait longer than this says what is awaited
 GREET_AGAIN_S = 1.0
@@ -136,6 +149,10 @@ class NodeDaemon:
         self._again: dict[str, Generate] = {}  # and what comes in their place
         self._gauge = Gauge()
         self._prober: LinkProber | None = None
+        self._fetching: dict[str, FetchJob] = {}  # of requests whose KV is on its way
+        self._receivers = BlockReceivers(
+            self._identity, keys, clock, deadline_s=cluster.call_deadline_s, died=self._wake_up
+        )
         self._stopping = False
         self._greeted = False
         self._greet_at_s = 0.0
@@ -199,6 +216,8 @@ class NodeDaemon:
         for thread in (self._service, self._stages, self._engine):
             if thread is not None and thread.fault is not None:
                 raise thread.fault
+        if self._receivers.fault is not None:
+            raise self._receivers.fault
 
     # The coordinator.
 
@@ -216,6 +235,8 @@ class NodeDaemon:
             moved = {
                 "weights_fetched_bytes": float(self._bytes_fetched),
                 "weights_served_bytes": float(self._weights.bytes_served),
+                "blocks_fetched": float(self._receivers.num_blocks),
+                "block_bytes_fetched": float(self._receivers.num_bytes),
             }
             self._measure_links(now)
             report = node_report(
@@ -273,8 +294,8 @@ class NodeDaemon:
             waited = now - self._waiting_since_s
             log.info("waiting for the coordinator at %s, %.0f s", self._cluster.coordinator, waited)
 
-    def _send(self, message: Message) -> None:
-        sent = self._coordinator.send(message)
+    def _send(self, message: Message, tensors: Sequence[Any] = ()) -> None:
+        sent = self._coordinator.send(message, tensors=tensors)
         if not sent:
             log.warning("%s not sent to the coordinator: %s", type(message).__name__, sent.value)
 
@@ -431,6 +452,8 @@ class NodeDaemon:
 
     def _publish(self) -> None:
         spec = self._checkpoint.spec
+        running = self._share.engine if self._share is not None else None
+        self._service.blocks = running.blocks if running is not None else None
         self._service.residents = {
             epoch: Residents(epoch, share.store, spec.width, num_experts(spec))
             for epoch, share in sorted(self._shares.items())
@@ -456,6 +479,7 @@ class NodeDaemon:
         """Let the engine take its next step by this placement; `then` runs here when it has begun to."""
         share = self._shares.get(epoch)
         self._active = epoch
+        self._publish()
         if share is None or share.engine is None:
             self._stop_engine("answers no more requests", is_planned=True)
             then()
@@ -517,6 +541,9 @@ class NodeDaemon:
         self._requests.clear()
         self._aborting.clear()
         self._again.clear()
+        for job in self._fetching.values():
+            job.is_cancelled = True
+        self._fetching.clear()
 
     def _peers_changed(self, message: PeersChanged) -> None:
         share = self._shares.get(message.epoch)
@@ -567,15 +594,67 @@ class NodeDaemon:
             return
         stream = AnswerStream(self._tokenizer.stream(), request.params.stop)
         stages = self._share.later.nodes if self._share.later is not None else ()
-        home = self._requests[request_id] = HomeRequest(request, stream, self._node.name, stages=stages)
+        home = self._requests[request_id] = HomeRequest(
+            request, stream, self._node.name, stages=stages, handoff=generate.handoff
+        )
+        if generate.prefill_only:
+            asked = read_params(generate.sampling)
+            home.goes_on = lambda: (
+                ended_by(
+                    request.output_ids,
+                    asked,
+                    num_tokens=len(request.tokens),
+                    eos_ids=settings.eos_ids,
+                    context_tokens=settings.context_tokens,
+                )
+                is None
+            )
         ended = home.resume(settings.eos_ids, settings.context_tokens, self._clock.now())
         if ended is not None:
             self._take_outputs([Output(request_id, None, None, ended)])
+        elif generate.handoff is not None and generate.handoff.source.name not in ("", self._node.name):
+            self._fetch_blocks(home, generate.handoff)
         else:
-            self._engine.submit(request)
+            self._engine.submit(request, account_of(generate.handoff.served) if generate.handoff else None)
+
+    def _fetch_blocks(self, home: HomeRequest, handoff: Handoff) -> None:
+        """Take in what the node that computed the prompt still has of it; the request begins when that is over."""
+        request, engine_thread = home.request, self._engine
+        assert engine_thread is not None, "a request comes to a node that has an engine"
+        store = engine_thread.engine.blocks
+        hashes = engine_thread.engine.scheduler.prompt_hashes(request)
+        if store is None or not hashes:
+            engine_thread.submit(request, account_of(handoff.served))
+            return
+
+        def take(names: Sequence[bytes], blocks: Blocks) -> None:
+            engine_thread.call(lambda engine: _take_blocks(engine, names, blocks))
+
+        def done(num_blocks: int, why: str) -> None:
+            self._post(lambda: self._begin_fetched(home, handoff, num_blocks, why))
+
+        job = self._fetching[request.request_id] = FetchJob(request.request_id, hashes, store, take, done)
+        self._receivers.fetch(handoff.source, job)
+
+    def _begin_fetched(self, home: HomeRequest, handoff: Handoff, num_blocks: int, why: str) -> None:
+        request_id = home.request.request_id
+        if self._requests.get(request_id) is not home or self._engine is None:
+            return  # it ended meanwhile
+        del self._fetching[request_id]
+        if why:
+            log.info(
+                "request %s: %d blocks came from %s: %s", request_id, num_blocks, handoff.source.name, why
+            )
+        self._engine.submit(home.request, account_of(handoff.served))
 
     def _abort(self, request_id: str) -> None:
         self._again.pop(request_id, None)
+        job = self._fetching.pop(request_id, None)
+        if job is not None:
+            job.is_cancelled = True
+            ended = Ended(self._requests[request_id].request, "abort", "", self._clock.now())
+            self._take_outputs([Output(request_id, None, None, ended)])
+            return
         if self._engine is not None and request_id in self._requests:
             self._aborting.add(request_id)
             self._engine.abort(request_id)
@@ -590,8 +669,9 @@ class NodeDaemon:
                 self._engine.abort(output.request_id)
             for message in messages:
                 if self._greeted:
-                    self._send(message)
-                if isinstance(message, Finished | Failed):
+                    tensors = prefilled_tensors(home.request) if isinstance(message, Prefilled) else ()
+                    self._send(message, tensors)
+                if isinstance(message, Finished | Failed | Prefilled):
                     del self._requests[output.request_id]
                     self._aborting.discard(output.request_id)
                     again = self._again.pop(output.request_id, None)
@@ -600,7 +680,9 @@ class NodeDaemon:
 
     def _shut_down(self, why: str) -> None:
         self._service.residents = {}
+        self._service.blocks = None
         self._stop_engine(why)
+        self._receivers.stop(STOP_S)
         if self._greeted:
             self._send(Stopping(why.rstrip(",")))
         self._service.stop()
@@ -622,3 +704,8 @@ class NodeDaemon:
             self._loader is None or not self._loader.is_alive()
         ):  # it would wake whatever has the number by then
             self._waker.close()
+
+
+def _take_blocks(engine: Engine, hashes: Sequence[bytes], blocks: Blocks) -> None:
+    if engine.blocks is not None:
+        engine.blocks.take(hashes, blocks)

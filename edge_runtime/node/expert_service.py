@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from edge_runtime.cache.block_store import BlockStore
 from edge_runtime.clock import Clock
 from edge_runtime.errors import Refusal
 from edge_runtime.model.moe import ExpertStore
+from edge_runtime.node.handoff import answer_fetch
 from edge_runtime.protocol import (
     MAX_FRAME_BYTES,
     ChunkQuery,
@@ -21,6 +23,7 @@ from edge_runtime.protocol import (
     ExpertCall,
     ExpertReply,
     Hello,
+    KvFetch,
     ManifestQuery,
     Message,
     Probe,
@@ -61,14 +64,16 @@ class ServiceCounters:
     rows: int = 0
     pairs: int = 0
     refused: int = 0
+    blocks: int = 0
     busy_s: float = 0.0
 
 
 class ExpertService(threading.Thread):
-    """Answers Hello and ExpertCall at the node's own address.
+    """Answers Hello, ExpertCall and KvFetch at the node's own address.
 
     residents  by epoch, newest last; replaced as a whole from another thread, and each call uses what it finds. While
                the cluster changes from one placement to the next, both are answered for
+    blocks     this node's KV, None while it has none; replaced likewise
     take_stage  gets what stages of a decode group send one another, with the sender's name; says why it is not taken
     A fault of ours ends the thread, is kept in `.fault`, and died() lets the daemon end loudly.
     """
@@ -84,6 +89,7 @@ class ExpertService(threading.Thread):
         """weights: what is given away of the model's files, None for nothing."""
         super().__init__(name="expert-service", daemon=True)
         self.residents: Mapping[int, Residents] = {}
+        self.blocks: BlockStore | None = None
         self.take_stage: Callable[[str, Envelope], Refused | None] = self._no_stage
         self.counters = ServiceCounters()
         self.fault: BaseException | None = None
@@ -174,6 +180,15 @@ class ExpertService(threading.Thread):
                 except Refusal as refusal:
                     self.counters.refused += 1
                     return Refused.of(refusal), ()
+            case KvFetch():
+                try:
+                    self._refuse_stranger(peer)
+                    answer, blocks = answer_fetch(self.blocks, tensors[0], self._identity.node)
+                    self.counters.blocks += len(blocks.rows)
+                    return answer, blocks
+                except Refusal as refusal:
+                    self.counters.refused += 1
+                    return Refused.of(refusal), ()
             case Hello():
                 refused = refuse_mismatch(message, self._identity)
                 if refused is not None:
@@ -210,12 +225,16 @@ class ExpertService(threading.Thread):
             incarnation=own.incarnation,
         )
 
+    def _refuse_stranger(self, peer: bytes) -> None:
+        if peer not in self._greeted:
+            who = self._identity.node
+            raise Refusal("handshake", f"{who} takes calls only after a Hello on the same connection", 0.0)
+
     def _run(
         self, peer: bytes, call: ExpertCall, epoch: int, rows: Any, pair_rows: Any, pair_experts: Any
     ) -> tuple[Message, tuple[Any, ...]]:
         node, residents = self._identity.node, self.residents.get(epoch)
-        if peer not in self._greeted:
-            raise Refusal("handshake", f"{node} takes calls only after a Hello on the same connection", 0.0)
+        self._refuse_stranger(peer)
         if residents is None:
             raise Refusal("epoch", f"{node} serves epoch {self.epoch}, the call is for epoch {epoch}", 0.5)
         if rows.shape[1] != residents.width:

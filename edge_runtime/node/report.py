@@ -36,6 +36,7 @@ def node_report(
         "service_s": served.busy_s,
         **(more or {}),
         "processor_s": clock.processor_s(),
+        "blocks_handed_on": float(served.blocks),
     }
     report = {
         "state": state,

@@ -3,14 +3,20 @@
 Pure. Knows the tokenizer; no socket, no engine.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from edge_runtime.cache.block_pool import BLOCK_TOKENS
+import msgspec
+import numpy as np
+
+from edge_runtime.cache.block_pool import BLOCK_SHIFT, BLOCK_TOKENS
+from edge_runtime.cache.prefix import HASH_BYTES
+from edge_runtime.engine.bill import Account
 from edge_runtime.engine.engine import Ended, Output
 from edge_runtime.engine.request import (
     FinishReason,
     Request,
+    SamplingParams,
     check_params,
     check_prompt,
     encoder_prompt,
@@ -21,7 +27,19 @@ from edge_runtime.model import sampling
 from edge_runtime.model.spec import EncoderSpec
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.answers import AnswerStream
-from edge_runtime.protocol import Failed, Finished, Generate, Timing, TokenLogprobs, Tokens
+from edge_runtime.protocol import (
+    Failed,
+    Finished,
+    Generate,
+    Handoff,
+    Prefilled,
+    Served,
+    Timing,
+    TokenLogprobs,
+    Tokens,
+)
+
+HomeMessage = Tokens | Finished | Failed | Prefilled
 
 
 def make_request(
@@ -36,6 +54,8 @@ def make_request(
     """Tokenise and check. Raises RequestError with one sentence for whatever is the user's to mend.
 
     encoder  of an encoder-decoder model: the prompt is what it reads
+
+    One that is only to be prefilled ends after its first token, and its choices of experts are counted.
     """
     given = [generate.prompt, generate.messages, generate.prompt_ids]
     if sum(part is not None for part in given) != 1:
@@ -55,6 +75,8 @@ def make_request(
     check_prompt(prompt_ids, vocab_size, context_tokens - (BLOCK_TOKENS if encoder else 0))
     if generate.output_ids and not 0 <= min(generate.output_ids) <= max(generate.output_ids) < vocab_size:
         raise RequestError(f"the answer so far has token ids outside 0 to {vocab_size - 1}")
+    if generate.prefill_only:
+        params = msgspec.structs.replace(params, max_tokens=1)
     encoder_tokens = 0
     if encoder is not None:
         encoder_tokens = len(prompt_ids)
@@ -69,6 +91,7 @@ def make_request(
         encoder_tokens=encoder_tokens,
         user=generate.user,
         trace=generate.trace,
+        wants_counts=generate.prefill_only and encoder is None,
     )
 
 
@@ -78,15 +101,39 @@ def _content(message: Mapping[str, object]) -> str:
     return content if isinstance(content, str) else ""
 
 
+def ended_by(
+    output_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    num_tokens: int,
+    eos_ids: Collection[int],
+    context_tokens: int,
+) -> FinishReason | None:
+    """Whether an answer's last token ended it, stop strings apart. num_tokens: of prompt and answer."""
+    last = output_ids[-1]
+    if last in params.stop_token_ids or (last in eos_ids and not params.ignore_eos):
+        return "stop"
+    if len(output_ids) >= params.max_tokens or num_tokens >= context_tokens:
+        return "length"
+    return None
+
+
 @dataclass
 class HomeRequest:
-    """One request at its home, on its way to the client. stages: nodes of its decode group, if there are several."""
+    """One request at its home, on its way to the client.
+
+    stages   nodes of its decode group, if there are several
+    handoff  what another node has done of it before
+    goes_on  of a request that is only prefilled here: whether its answer goes on after the token it has, elsewhere
+    """
 
     request: Request
     stream: AnswerStream
     node: str
     stopped: bool = False
     stages: Sequence[str] = ()
+    handoff: Handoff | None = None
+    goes_on: Callable[[], bool] | None = None
 
     def resume(self, eos_ids: Collection[int], context_tokens: int, now: float) -> Ended | None:
         """Catch up with an answer that another home began. How it ended, if its last token was the end of it."""
@@ -96,17 +143,20 @@ class HomeRequest:
         self.stopped = self.stream.stopped
         if not request.output_ids:
             return None
-        params, last = request.params, request.output_ids[-1]
-        reason: FinishReason | None = None
-        if self.stopped or last in params.stop_token_ids or (last in eos_ids and not params.ignore_eos):
-            reason = "stop"
-        elif len(request.output_ids) >= params.max_tokens or len(request.tokens) >= context_tokens:
-            reason = "length"
+        reason: FinishReason | None = "stop"
+        if not self.stopped:
+            reason = ended_by(
+                request.output_ids,
+                request.params,
+                num_tokens=len(request.tokens),
+                eos_ids=eos_ids,
+                context_tokens=context_tokens,
+            )
         return Ended(request, reason, "", now) if reason else None
 
-    def take(self, output: Output) -> tuple[list[Tokens | Finished | Failed], bool]:
+    def take(self, output: Output) -> tuple[list[HomeMessage], bool]:
         """Turn one output into messages; the flag says that the engine should stop this request now."""
-        messages: list[Tokens | Finished | Failed] = []
+        messages: list[HomeMessage] = []
         abort = False
         if output.token_id is not None and not self.stopped:
             index = self.stream.num_tokens
@@ -121,6 +171,8 @@ class HomeRequest:
     def _role(self, name: str) -> str:
         if name == self.node:
             return "home"
+        if self.handoff is not None and name == self.handoff.source.name:
+            return "prefill"
         return "stage" if name in self.stages else "experts"
 
     def _tokens(self, index: int, token_id: int, detail: sampling.TokenLogprobs | None, text: str) -> Tokens:
@@ -130,14 +182,25 @@ class HomeRequest:
             logprobs = [TokenLogprobs(token_id, detail.logprob, top)]
         return Tokens(self.request.request_id, index, [token_id], text, logprobs)
 
-    def _end(self, ended: Ended) -> list[Tokens | Finished | Failed]:
+    def _end(self, ended: Ended) -> list[HomeMessage]:
         request_id = self.request.request_id
         if ended.finish_reason == "error":
             if ended.is_users_fault:
                 return [Failed(request_id, "user", "request", ended.detail, node=self.node)]
             reason = "stage_lost" if ended.cause == "stage" else "experts"
             return [Failed(request_id, "cluster", reason, ended.detail, node=self.node)]
-        messages: list[Tokens | Finished | Failed] = []
+        messages: list[HomeMessage] = []
+        is_cut = ended.finish_reason == "length" and not self.stopped
+        if self.goes_on is not None and is_cut and self.goes_on():
+            return [
+                Prefilled(
+                    request_id,
+                    ended.request.num_prompt_tokens,
+                    cached_tokens=ended.request.num_cached,
+                    timing=_timing(ended, self.stream.num_tokens),
+                    served=_served(ended.account),
+                )
+            ]
         rest = "" if self.stopped else self.stream.finish()
         if rest:
             messages.append(Tokens(request_id, self.stream.num_tokens, [], rest))
@@ -149,8 +212,8 @@ class HomeRequest:
                 finish_reason=reason,
                 prompt_tokens=ended.request.num_prompt_tokens,
                 completion_tokens=self.stream.num_tokens,
-                cached_tokens=ended.request.num_cached,
-                timing=_timing(ended, self.stream.num_tokens),
+                cached_tokens=self.handoff.cached_tokens if self.handoff else ended.request.num_cached,
+                timing=_timing(ended, self.stream.num_tokens, self.handoff),
                 nodes={
                     name: {
                         "role": self._role(name),
@@ -166,8 +229,35 @@ class HomeRequest:
         return messages
 
 
-def _timing(ended: Ended, num_tokens: int) -> Timing:
+def prefilled_tensors(request: Request) -> tuple[np.ndarray, np.ndarray]:
+    """What goes with Prefilled: counts and hashes."""
+    counts = request.prompt_counts
+    if counts is None:
+        counts = np.empty((0, 0), dtype=np.int16)
+    hashes = request.block_hashes[: len(request.prompt_ids) >> BLOCK_SHIFT]
+    return counts, np.frombuffer(b"".join(hashes), dtype=np.uint8).reshape(len(hashes), HASH_BYTES)
+
+
+def account_of(served: Served) -> Account | None:
+    """What a request cost elsewhere; None if nothing usable is said."""
+    found = np.array(served.served, dtype=np.float64)
+    if not served.hosts or found.shape != (2, len(served.hosts)) or not np.isfinite(found).all():
+        return None
+    return Account(found, served.hosts)
+
+
+def _served(account: Account | None) -> Served:
+    return Served() if account is None else Served(list(account.host_names), account.served.tolist())
+
+
+def _timing(ended: Ended, num_tokens: int, handoff: Handoff | None = None) -> Timing:
     request, end_s = ended.request, ended.ended_s
+    if (
+        handoff is not None
+    ):  # its first token came from elsewhere, and what followed began with its arrival here
+        decode_s = max(0.0, end_s - request.arrival_s)
+        tpot_s = decode_s / (num_tokens - 1) if num_tokens > 1 else 0.0
+        return msgspec.structs.replace(handoff.timing, decode_s=decode_s, tpot_s=tpot_s)
     planned_s = request.first_planned_s if request.first_planned_s is not None else end_s
     first_s = request.first_token_s if request.first_token_s is not None else end_s
     decode_s = max(0.0, end_s - first_s)

@@ -12,6 +12,7 @@ import msgspec
 import psutil
 
 from edge_runtime.cache.block_pool import BlockPool
+from edge_runtime.cache.block_store import BlockStore
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.cache.signatures import SignatureCache
 from edge_runtime.clock import Clock
@@ -306,7 +307,9 @@ def load_share(
     )
     runner = loaded.runner = _runner(share, settings, spec, trunk, experts, clock)
     if loaded.later is None:
-        loaded.engine = Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
+        assert runner.pages is not None, "a runner of a share has pages"
+        blocks = BlockStore(scheduler.pool, runner.pages, runner.signatures)
+        loaded.engine = Engine(scheduler, runner, Sampler(spec.vocab_size), clock, blocks)
         loaded.engine.books = runner.books = _books_of(runner)
     else:
         loaded.engine = PipelineEngine(scheduler, runner, loaded.later, clock, settings.call_deadline_s)
@@ -373,6 +376,7 @@ def _runner(
     return Runner(
         decoder=decoder_of(spec, trunk, pages, max_rows=settings.max_batch_rows, counts=counts),
         signatures=signatures,
+        pages=pages,
         port=experts,
         table=RequestTable(settings.max_requests, settings.context_tokens),
         clock=clock,

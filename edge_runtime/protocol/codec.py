@@ -42,6 +42,7 @@ _DTYPES: dict[str, numpy.dtype[Any]] = {
     "float16": numpy.dtype("<f2"),
     "int8": numpy.dtype("i1"),
     "uint8": numpy.dtype("u1"),
+    "int16": numpy.dtype("<i2"),
     "int32": numpy.dtype("<i4"),
     "int64": numpy.dtype("<i8"),
 }

@@ -494,8 +494,89 @@ class Submit(_Prompt, frozen=True):
     """From a client to the coordinator."""
 
 
+class Timing(Struct, frozen=True):
+    """Seconds of one request at its home: waiting, prompt, answer; to the first token; per further token."""
+
+    queued_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+    decode_s: Seconds = 0.0
+    ttft_s: Seconds = 0.0
+    tpot_s: Seconds = 0.0
+
+
+class Served(Struct, frozen=True):
+    """What a request cost so far: `hosts` by name, the home first; `served` [2][hosts], gate weight and slots."""
+
+    hosts: list[Name] = []
+    served: list[list[float]] = []
+
+
+class Handoff(Struct, frozen=True):
+    """What another node has done of a request: computed its prompt, and chosen its first token.
+
+    source         that node: it hands on KV blocks as long as it has them
+    cached_tokens  prompt tokens that it found in its KV
+    timing         until the first token
+    """
+
+    source: PeerAddress
+    cached_tokens: Count = 0
+    timing: Timing = Timing()
+    served: Served = Served()
+
+
 class Generate(_Prompt, frozen=True):
-    """From the coordinator to the node that becomes the request's home."""
+    """From the coordinator to the node that becomes the request's home.
+
+    prefill_only  compute the prompt and the first token, and leave the rest to another: answered by Prefilled unless the
+                  answer ends there
+    handoff       another node computed the prompt: its blocks are fetched, as far as they are not here
+    """
+
+    prefill_only: bool = False
+    handoff: Handoff | None = None
+
+
+class Prefilled(Message, frozen=True):
+    """The prompt is computed and the first token delivered: the request waits for its decode home.
+
+    counts  [L, E] int16, how many prompt tokens chose each expert; empty where nothing is counted
+    hashes  [n, 16] uint8, content hashes of the prompt's full blocks, in order
+    """
+
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (
+        TensorSpec("counts", ("int16",), 2),
+        TensorSpec("hashes", ("uint8",), 2),
+    )
+
+    request_id: Name
+    prompt_tokens: Count
+    cached_tokens: Count = 0
+    timing: Timing = Timing()
+    served: Served = Served()
+
+
+class KvFetch(Message, frozen=True):
+    """From node to node: hand on the KV blocks of these content hashes [n, 16] uint8, in order. Answered by KvBlocks."""
+
+    max_body_bytes: ClassVar[int] = 1 << 10
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("hashes", ("uint8",), 2),)
+
+
+class KvBlocks(Message, frozen=True):
+    """The answer to KvFetch: the first m of the blocks, fewer than asked for where a block is not there any more.
+
+    rows    [m, floats of a block] float32: keys and values of all layers, as `KVPages.read` lays them out
+    counts  [m, L * E] int8: what their tokens chose; no columns where nothing is counted
+    checks  [m] int64: crc32 of each block's bytes, rows and counts
+    """
+
+    max_body_bytes: ClassVar[int] = 1 << 10
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (
+        TensorSpec("rows", ("float32",), 2),
+        TensorSpec("counts", ("int8",), 2),
+        TensorSpec("checks", ("int64",), 1),
+    )
 
 
 class Accepted(Message, frozen=True):
@@ -518,16 +599,6 @@ class Tokens(Message, frozen=True):
     max_containers: ClassVar[int] = (
         1 << 17
     )  # a whole answer at once, with 20 logprobs for each of 6,000 tokens
-
-
-class Timing(Struct, frozen=True):
-    """Seconds of one request at its home: waiting, prompt, answer; to the first token; per further token."""
-
-    queued_s: Seconds = 0.0
-    prefill_s: Seconds = 0.0
-    decode_s: Seconds = 0.0
-    ttft_s: Seconds = 0.0
-    tpot_s: Seconds = 0.0
 
 
 class Finished(Message, frozen=True):

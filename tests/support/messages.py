@@ -11,8 +11,11 @@ from edge_runtime.protocol import MESSAGES, ExpertCall, ExpertReply, Message
 _NUMPY = {
     "float32": numpy.dtype("<f4"),
     "bfloat16": numpy.dtype("<u2"),
-    "int32": numpy.dtype("<i4"),
+    "int8": numpy.dtype("i1"),
     "uint8": numpy.dtype("u1"),
+    "int16": numpy.dtype("<i2"),
+    "int32": numpy.dtype("<i4"),
+    "int64": numpy.dtype("<i8"),
 }
 
 _plain = (

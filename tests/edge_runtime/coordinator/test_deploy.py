@@ -71,6 +71,7 @@ def test_settings_say_the_file_and_the_nodes_own_format(three):
         "max_requests": 3,
         "call_deadline_s": 2.5,
         "selector": "live",
+        "counts_experts": False,
         "weight_format": "float32",
         "trunk_format": "as_stored",
         "planned_bytes": placement.plan_of("attic").planned_bytes,

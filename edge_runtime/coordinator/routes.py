@@ -1,0 +1,276 @@
+"""Which node computes a request's prompt, and which one answers it: the topology file's router, and what it goes by. Pure.
+
+Knows who is where and what was sent where; no socket, no clock and no file. Fits the clusters of calibration to the homes
+there are, again when they change.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from edge_runtime.errors import ArtifactError
+from edge_runtime.protocol import Submit
+from edge_runtime.routing.base import HomeLoad, Question, Router
+from edge_runtime.routing.baselines import (
+    LeastPressure,
+    PowerOfTwo,
+    RandomChoice,
+    RoundRobin,
+    ShortestQueue,
+)
+from edge_runtime.routing.clusters import Clusters
+from edge_runtime.routing.fit import SignatureFit, band_for
+from edge_runtime.routing.locality_band import BandRule, LocalityBand
+from edge_runtime.routing.prefill_ring import HASHED_BYTES, PrefillRing
+from topology.cluster import DECODE, Cluster
+from topology.costs import ModelFootprint
+from topology.placement import Placement
+from topology.traits import ExpertTraits, Traffic, shares
+
+ELDR = "eldr"
+
+
+class Routes:
+    """The router of one cluster, as its file wants it.
+
+    policy  in use: the file's, or what `auto` came to
+    """
+
+    def __init__(
+        self, cluster: Cluster, footprint: ModelFootprint, fit: SignatureFit | None, *, seed: int
+    ) -> None:
+        self._footprint = footprint
+        self._fit = fit
+        self._seed = seed
+        self._clusters: dict[int, Clusters] = {}  # by number of homes
+        self._rings: dict[tuple[str, ...], PrefillRing] = {}
+        self._sent: dict[str, OrderedDict[bytes, None]] = {}  # home -> blocks that it has had, latest last
+        self.num_sent: dict[str, int] = {}
+        self.num_prompt_blocks: dict[str, int] = {}
+        self.num_hit_blocks: dict[str, int] = {}
+        self._band: LocalityBand | None = None
+        self.follow(cluster, None)
+
+    def follow(self, cluster: Cluster, placement: Placement | None) -> None:
+        """Another topology file or placement counts from now on. Raises ArtifactError for a policy that it cannot have."""
+        groups = placement.groups if placement is not None else ()
+        homes = tuple(group.nodes[0] for group in groups) or homes_of(cluster)
+        self._is_staged = any(len(group.nodes) > 1 for group in groups)
+        self.policy = policy_of(cluster, self._fit)
+        self._cluster = cluster
+        self.homes = homes
+        self._router: Router = self._baseline()
+        if self.policy == ELDR:
+            assert self._fit is not None, "policy_of refuses eldr without a fit"
+            routing = cluster.routing
+            rule = BandRule(
+                tau=routing.tau,
+                min_candidates=routing.min_candidates,
+                uses_speed=routing.count_speed,
+                uses_transfer=routing.count_transfer,
+            )
+            resident = None if placement is None else residents_of(placement, homes, self._footprint)
+            clusters = self.clusters_for(len(homes))
+            self._band = band_for(self._fit, homes, rule, clusters=clusters, resident=resident)
+            self._router = self._band
+
+    def refuse(self, cluster: Cluster) -> None:
+        """Raise ArtifactError if `follow` could not follow this file."""
+        if policy_of(cluster, self._fit) == ELDR:
+            self.clusters_for(len(homes_of(cluster)))
+
+    def _baseline(self) -> Router:
+        match self.policy:
+            case "round_robin":
+                return RoundRobin()
+            case "random":
+                return RandomChoice(self._seed)
+            case "jsq":
+                return ShortestQueue(self._seed)
+            case "power_of_two":
+                return PowerOfTwo(self._seed)
+        return LeastPressure()
+
+    @property
+    def separates(self) -> bool:
+        """Whether prompts are computed by one node and answered by another, or the same one, chosen afterwards.
+
+        Not where a request lives on several nodes, each with KV of its own layers.
+        """
+        if self._is_staged:
+            return False
+        return self._router.needs_signature or self._cluster.separates
+
+    def clusters_for(self, num_homes: int) -> Clusters:
+        """One cluster of requests for each home; fitted once for each number of homes, in about a second."""
+        assert self._fit is not None, "only a fit has clusters"
+        if num_homes not in self._clusters:
+            self._clusters[num_homes] = self._fit.clusters_for(num_homes)
+        return self._clusters[num_homes]
+
+    def joint(
+        self, homes: Sequence[str], traits: ExpertTraits | None
+    ) -> tuple[ExpertTraits | None, Traffic | None]:
+        """What a placement for these homes should know: each will get the requests of one cluster, and what those use."""
+        if self.policy != ELDR or traits is None or self._fit is None or not homes:
+            return traits, None
+        demand = self._fit.demand(self.clusters_for(len(homes)))
+        if demand is None or demand.shape[1:] != traits.frequency.shape:
+            return traits, None
+        known = ExpertTraits(
+            traits.layers, traits.frequency, traits.similarity, traits.groups, by_cluster=shares(demand)
+        )
+        one = np.eye(len(homes)).tolist()
+        return known, Traffic(mix=dict(zip(homes, one, strict=True)))
+
+    # Requests.
+
+    def choose_worker(self, submit: Submit, workers: Sequence[str], loads: Mapping[str, int]) -> str:
+        """Who computes a prompt, of at least one worker; those that begin alike go to one."""
+        ring = self._rings.get(tuple(workers))
+        if ring is None:
+            if len(self._rings) > 64:
+                self._rings.clear()
+            ring = self._rings[tuple(workers)] = PrefillRing(workers)
+        return ring.choose(first_bytes(submit), loads)
+
+    def signature(self, counts: np.ndarray) -> np.ndarray | None:
+        """The signature of a prompt's counts [L, E]; None where it is not needed or cannot be had."""
+        if (
+            self._fit is None
+            or not self._router.needs_signature
+            or counts.shape != self._fit.rule.weights.shape
+        ):
+            return None
+        return self._fit.rule.signature(counts)
+
+    def choose_home(
+        self,
+        loads: Sequence[HomeLoad],
+        signature: np.ndarray | None = None,
+        *,
+        source: str = "",
+        hashes: Sequence[bytes] = (),
+    ) -> str | None:
+        """Who answers a request. source, hashes: where the blocks of its prompt are, if they are computed."""
+        if not loads:
+            return None
+        if source:
+            loads = [load._replace(transfer_s=self.transfer_s(source, load.node, hashes)) for load in loads]
+        return loads[self._router.choose(Question(signature), loads)].node
+
+    def transfer_s(self, source: str, home: str, hashes: Sequence[bytes]) -> float:
+        """How long it takes to move a prompt's blocks, those apart that the home has had."""
+        if source == home:
+            return 0.0
+        missing = len(hashes) - self._hits(home, hashes)
+        link = self._cluster.link(source, home)
+        bits = missing * 8 * _block_bytes(self._footprint)
+        return (link.rtt_s + bits / link.bandwidth_bps) if missing else 0.0
+
+    def sent(self, home: str, hashes: Sequence[bytes], most_blocks: int) -> None:
+        """A request with these blocks went there; a home of `most_blocks` blocks has no more than that."""
+        self.num_sent[home] = self.num_sent.get(home, 0) + 1
+        self.num_prompt_blocks[home] = self.num_prompt_blocks.get(home, 0) + len(hashes)
+        self.num_hit_blocks[home] = self.num_hit_blocks.get(home, 0) + self._hits(home, hashes)
+        known = self._sent.setdefault(home, OrderedDict())
+        for content in hashes:
+            known[content] = None
+            known.move_to_end(content)
+        while len(known) > most_blocks:
+            known.popitem(last=False)
+
+    def forget(self, home: str) -> None:
+        """Its process is gone, and its blocks with it."""
+        self._sent.pop(home, None)
+
+    def _hits(self, home: str, hashes: Sequence[bytes]) -> int:
+        known = self._sent.get(home, ())
+        return next((place for place, content in enumerate(hashes) if content not in known), len(hashes))
+
+    def as_text(self) -> str:
+        """The router, for people."""
+        if self.policy == ELDR and self._band is not None:
+            rule, fit = self._band.rule, self._fit
+            told = f"eldr, tau {rule.tau:g}, {len(self._band.centroids)} centroids of {self._band.centroids.shape[1]}"
+            if fit is not None and fit.num_clusters != len(self._band.centroids):
+                told += f" (fitted anew: calibration has {fit.num_clusters})"
+            return told
+        return self.policy
+
+    def body(self) -> dict[str, Any]:
+        """What `status` shows."""
+        found: dict[str, Any] = {"policy": self.policy, "separates": self.separates, "text": self.as_text()}
+        if self.policy == ELDR and self._band is not None:
+            rule = self._band.rule
+            found |= {
+                "tau": rule.tau,
+                "min_candidates": rule.min_candidates,
+                "centroids": len(self._band.centroids),
+                "dim": int(self._band.centroids.shape[1]),
+            }
+        found["homes"] = {
+            home: {
+                "centroid": self._band.home_of.index(home)
+                if self.policy == ELDR and self._band is not None and home in self._band.home_of
+                else None,
+                "requests": self.num_sent.get(home, 0),
+                "prompt_blocks": self.num_prompt_blocks.get(home, 0),
+                "hit_blocks": self.num_hit_blocks.get(home, 0),
+            }
+            for home in self.homes
+        }
+        return found
+
+
+def policy_of(cluster: Cluster, fit: SignatureFit | None) -> str:
+    """The router to use. ArtifactError where the file wants one that needs a calibration that is not there."""
+    wanted, homes = cluster.routing.policy, homes_of(cluster)
+    if wanted == "auto":
+        return ELDR if fit is not None and cluster.separates and len(homes) > 1 else "pressure"
+    if wanted == ELDR and fit is None:
+        raise ArtifactError(
+            f'{cluster.source or cluster.name}, [routing] policy: "eldr" goes by section signature_fit of a calibration, '
+            f'and model {cluster.model} has none; run "edge-runtime calibrate", or write policy = "pressure"'
+        )
+    return wanted
+
+
+def homes_of(cluster: Cluster) -> tuple[str, ...]:
+    """Nodes that answer, in the order of the file."""
+    return tuple(node.name for node in cluster.nodes if DECODE in node.roles)
+
+
+def residents_of(placement: Placement, homes: Sequence[str], footprint: ModelFootprint) -> np.ndarray:
+    """[H, L, E] whether each home holds each expert; L the MoE layers in order."""
+    row = {layer: place for place, layer in enumerate(footprint.moe_layers)}
+    found = np.zeros((len(homes), len(row), footprint.experts_per_layer), dtype=bool)
+    at = {home: place for place, home in enumerate(homes)}
+    for plan in placement.nodes:
+        if plan.node in at:
+            for layer, index in plan.experts:
+                found[at[plan.node], row[layer], index] = True
+    return found
+
+
+def first_bytes(submit: Submit) -> bytes:
+    """The first bytes of a prompt, as far as a prefill ring looks."""
+    if submit.prompt is not None:
+        return submit.prompt[:HASHED_BYTES].encode("utf-8", "surrogatepass")
+    if submit.prompt_ids is not None:
+        return b"".join(index.to_bytes(4, "little") for index in submit.prompt_ids[: HASHED_BYTES // 4])
+    text = json.dumps(submit.messages, ensure_ascii=True, default=str)
+    return text[:HASHED_BYTES].encode()
+
+
+def counts_wanted(cluster: Cluster, roles: Collection[str]) -> bool:
+    """Whether a node of these roles is to count the experts that prompts choose."""
+    wants = cluster.routing.policy == ELDR or (cluster.routing.policy == "auto" and cluster.separates)
+    return wants and "prefill" in roles
+
+
+def _block_bytes(footprint: ModelFootprint) -> int:
+    return footprint.block_tokens * sum(footprint.kv_bytes_per_token)

@@ -1,0 +1,184 @@
+"""Which node computes a prompt and which one answers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from edge_runtime.coordinator.routes import Routes, counts_wanted, first_bytes, homes_of, policy_of
+from edge_runtime.errors import ArtifactError
+from edge_runtime.protocol import Submit
+from edge_runtime.routing.base import HomeLoad
+from edge_runtime.routing.clusters import fit_clusters
+from edge_runtime.routing.fit import SignatureFit
+from edge_runtime.routing.signature import SignatureRule
+from tests.support.coordinators import cluster, footprint
+from topology.cluster import Cluster, Link, Routing
+from topology.grouping import Groups
+from topology.placement import plan_placement
+from topology.traits import ExpertTraits
+
+PARTS = footprint()  # 2 layers of 4 experts
+NAMES = [bytes([i]) * 16 for i in range(8)]
+
+
+def fit(num_clusters: int = 2) -> SignatureFit:
+    """Requests of two kinds: those that use experts 0 and 1 of both layers, and those that use 2 and 3."""
+    counts = np.zeros((12, 2, 4), dtype=np.int16)
+    for index in range(12):
+        counts[index, :, (0, 1) if index % 2 else (2, 3)] = 5 + index
+    rule = SignatureRule((0, 1), np.ones((2, 4), dtype=np.float32))
+    signatures = rule.signatures(counts) + 0.01 * np.random.default_rng(1).random((12, 8)).astype(np.float32)
+    return SignatureFit(rule, signatures, counts, fit_clusters(signatures, num_clusters))
+
+
+def separated(policy: str = "auto", **routing: object) -> Cluster:
+    """A node that prefills for two that decode."""
+    found = cluster("p", "a", "b")
+    roles = (frozenset({"prefill"}), frozenset({"decode", "experts"}), frozenset({"decode", "experts"}))
+    nodes = tuple(replace(node, roles=role) for node, role in zip(found.nodes, roles, strict=True))
+    return replace(found, nodes=nodes, routing=Routing(policy=policy, **routing))
+
+
+def loads(a: int, b: int) -> list[HomeLoad]:
+    return [HomeLoad("a", a, 8), HomeLoad("b", b, 8)]
+
+
+def test_auto_is_eldr_only_where_it_can_be_and_helps():
+    assert policy_of(separated(), fit()) == "eldr"
+    assert policy_of(separated(), None) == "pressure"
+    assert policy_of(cluster("a", "b"), fit()) == "pressure"
+    assert not Routes(cluster("a", "b"), PARTS, fit(), seed=1).separates
+    assert Routes(separated(), PARTS, None, seed=1).separates, "somebody prefills for others"
+
+
+def test_eldr_without_a_calibration_is_refused_in_one_sentence():
+    with pytest.raises(
+        ArtifactError, match='policy: "eldr" goes by section signature_fit.*run "edge-runtime calibrate"'
+    ):
+        Routes(separated("eldr"), PARTS, None, seed=1)
+    running = Routes(separated("pressure"), PARTS, None, seed=1)
+    with pytest.raises(ArtifactError, match="signature_fit"):
+        running.refuse(separated("eldr"))
+
+
+def test_like_goes_to_like_unless_load_differs_and_the_band_allows():
+    routes = Routes(separated("eldr"), PARTS, fit(), seed=1)
+    low = routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16))
+    high = routes.signature(np.array([[0, 0, 9, 9]] * 2, dtype=np.int16))
+    first, second = routes.choose_home(loads(0, 0), low), routes.choose_home(loads(0, 0), high)
+    assert {first, second} == {"a", "b"}
+    busy = loads(9, 0) if first == "a" else loads(0, 9)
+    assert routes.choose_home(busy, low) == first
+    assert routes.choose_home(busy, None) == second, "without a signature load decides"
+    loose = Routes(separated("eldr", tau=1.0), PARTS, fit(), seed=1)
+    assert loose.choose_home(busy, low) == second
+
+
+def test_a_fit_for_another_number_of_homes_is_made_anew_and_said_so():
+    routes = Routes(separated("eldr"), PARTS, fit(4), seed=1)
+    body = routes.body()
+    assert body["centroids"] == 2 and "fitted anew: calibration has 4" in body["text"]
+    assert body["homes"]["a"]["centroid"] is not None
+    with pytest.raises(ArtifactError, match="12 calibration signatures cannot make 13 clusters"):
+        routes.refuse(replace(cluster(*(f"n{i}" for i in range(13))), routing=Routing(policy="eldr")))
+
+
+def test_counts_of_another_model_give_no_signature():
+    routes = Routes(separated("eldr"), PARTS, fit(), seed=1)
+    assert routes.signature(np.zeros((0, 0), dtype=np.int16)) is None
+    assert routes.signature(np.zeros((3, 4), dtype=np.int16)) is None
+
+
+def test_homes_hold_the_experts_of_their_clusters_if_the_placement_knows_them():
+    routes = Routes(separated("eldr"), PARTS, fit(), seed=1)
+    even = np.full((2, 4), 0.25)
+    groups = Groups(*[np.tile(np.arange(4, dtype=np.int32), (2, 1))] * 2)
+    traits, traffic = routes.joint(
+        ["a", "b"], ExpertTraits((0, 1), even, np.eye(4)[None].repeat(2, 0), groups)
+    )
+    assert traits.by_cluster.sum(axis=2) == pytest.approx(np.ones((2, 2)))
+    assert traffic.mix == {"a": [1, 0], "b": [0, 1]}
+    signatures = {"a": traits.by_cluster[0], "b": traits.by_cluster[1]}
+    for home, demand in signatures.items():
+        counts = (demand * 100).astype(np.int16)
+        assert routes.choose_home(loads(0, 0), routes.signature(counts)) == home
+    assert routes.joint(["a", "b"], None) == (None, None)
+
+
+def test_a_placement_that_is_there_already_decides_which_home_gets_which_cluster():
+    wanted = separated("eldr")
+    placement = plan_placement(wanted, PARTS)
+    swapped = []
+    for low, high in ((0, 1), (1, 0)):
+        held = [[0, 1], [2, 3]]
+        nodes = list(placement.nodes)
+        for place, kind in ((1, low), (2, high)):
+            experts = tuple(
+                type(nodes[place].experts[0])(layer, index) for layer in (0, 1) for index in held[kind]
+            )
+            nodes[place] = replace(nodes[place], experts=experts)
+        routes = Routes(wanted, PARTS, fit(), seed=1)
+        routes.follow(wanted, replace(placement, nodes=tuple(nodes)))
+        swapped.append(
+            routes.choose_home(loads(0, 0), routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16)))
+        )
+    assert swapped == ["a", "b"]
+
+
+def test_kv_that_is_there_costs_nothing_and_a_slow_link_costs_load():
+    wanted = replace(separated("pressure"), links=(Link("p", "a", 0.01, 1e6),))
+    routes = Routes(replace(wanted, routing=Routing(policy="eldr")), PARTS, fit(), seed=1)
+    block_bits = 16 * 512 * 8
+    assert routes.transfer_s("p", "a", NAMES) == pytest.approx(0.01 + 8 * block_bits / 1e6)
+    assert routes.transfer_s("a", "a", NAMES) == 0
+    assert routes.choose_home(loads(2, 2), None, source="p", hashes=NAMES) == "b"
+    routes.sent("a", NAMES[:6], 100)
+    assert routes.transfer_s("p", "a", NAMES) == pytest.approx(0.01 + 2 * block_bits / 1e6)
+    routes.sent("a", NAMES, 100)
+    assert routes.transfer_s("p", "a", NAMES) == 0
+    assert routes.body()["homes"]["a"] | {"centroid": None} == {
+        "centroid": None,
+        "requests": 2,
+        "prompt_blocks": 14,
+        "hit_blocks": 6,
+    }
+    routes.forget("a")
+    assert routes.transfer_s("p", "a", NAMES) > 0.5
+
+
+def test_a_home_is_not_thought_to_hold_more_blocks_than_it_has():
+    routes = Routes(separated("pressure"), PARTS, None, seed=1)
+    routes.sent("a", NAMES[:4], 3)
+    assert routes.transfer_s("p", "a", NAMES[1:4]) == 0
+    assert routes.transfer_s("p", "a", NAMES[:1]) > 0
+
+
+@pytest.mark.parametrize("policy", ["pressure", "jsq", "round_robin", "random", "power_of_two"])
+def test_every_policy_of_the_file_answers_with_a_home(policy):
+    routes = Routes(separated(policy), PARTS, fit(), seed=1)
+    assert routes.policy == policy
+    assert {routes.choose_home(loads(1, 1)) for _ in range(50)} <= {"a", "b"}
+    assert routes.choose_home([]) is None
+
+
+def test_prompts_that_begin_alike_are_computed_by_one_worker():
+    routes = Routes(separated(), PARTS, None, seed=1)
+    workers = ["p", "q", "r"]
+    same = {routes.choose_worker(Submit(str(i), prompt="x" * 1024 + str(i)), workers, {}) for i in range(20)}
+    other = {routes.choose_worker(Submit(str(i), prompt=f"{i} x"), workers, {}) for i in range(40)}
+    assert len(same) == 1 and other == set(workers)
+
+
+def test_a_prompt_in_any_form_has_first_bytes():
+    assert first_bytes(Submit("r", prompt="\udcff" * 3000))[:3] == b"\xed\xb3\xbf"
+    assert len(first_bytes(Submit("r", prompt_ids=list(range(1000))))) == 1024
+    one, other = ([{"role": "user", "content": text}] for text in ("a", "b"))
+    assert first_bytes(Submit("r", messages=one)) != first_bytes(Submit("r", messages=other))
+
+
+def test_only_nodes_that_prefill_for_a_router_that_asks_count():
+    assert counts_wanted(separated("eldr"), {"prefill"}) and not counts_wanted(separated("eldr"), {"decode"})
+    assert counts_wanted(separated("auto"), {"prefill"}) and not counts_wanted(cluster("a"), {"prefill"})
+    assert not counts_wanted(separated("jsq"), {"prefill"})
+    assert homes_of(separated()) == ("a", "b")
