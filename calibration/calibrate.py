@@ -15,9 +15,10 @@ from calibration.passes import Pass, Progress, Unfinished, run_pass
 from calibration.requests import CalibrationRequest, Lengths, cut_requests, fingerprint, refuse_too_few
 from calibration.sections import Section, loss_sections, observed_sections
 from calibration.sensitivity import Sensitivity
+from calibration.signatures_fit import write_fit
 from edge_runtime.artifacts import FORMAT_VERSION, INDEX_FILE, Artifact, write_section
 from edge_runtime.clock import Clock
-from edge_runtime.errors import ConfigError
+from edge_runtime.errors import ArtifactError, ConfigError
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.tokenizer import Tokenizer
 
@@ -33,6 +34,8 @@ class Options(NamedTuple):
     seed: int = 1
     step_rows: int = STEP_ROWS
     """Rows that are computed together, and so how often a stop can be taken up."""
+    num_homes: int = 8
+    """Clusters that signatures are grouped into; a cluster of another number of homes groups them anew."""
 
 
 class Reading(NamedTuple):
@@ -108,6 +111,11 @@ def calibrate(
     observation = Observation(model, requests, seed=options.seed)
     run(observation)
     write(observed_sections(observation, requests, reading.domains, options.seed))
+    try:
+        fitted_to = write_fit(out, min(options.num_homes, len(requests)))
+        say(f"signatures tell answers apart with a rank correlation of {fitted_to['rho']:.3f}")
+    except ArtifactError as error:
+        say(f"no signatures for routing: {error}")
     mismatch = Mismatch(model, observation)
     run(mismatch)
     sensitivity = Sensitivity(model, requests, mismatch, seed=options.seed)

@@ -79,6 +79,13 @@ def calibrate() -> None:
 @click.option(
     "--decode", default=128, show_default=True, type=click.IntRange(1), help="Tokens decoded of each."
 )
+@click.option(
+    "--homes",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Machines that answer: requests are grouped into so many clusters. Another number is grouped anew.",
+)
 @click.option("--seed", default=1, show_default=True, help="The same requests come again with the same seed.")
 @click.option(
     "--threads", default=None, type=click.IntRange(1), help="Default: every core this process may use."
@@ -90,6 +97,7 @@ def run(
     requests: int,
     prompt: int,
     decode: int,
+    homes: int,
     seed: int,
     threads: int | None,
 ) -> None:
@@ -110,7 +118,7 @@ def run(
             model,
             corpus,
             out,
-            Options(requests, Lengths(prompt, decode), seed),
+            Options(requests, Lengths(prompt, decode), seed, num_homes=homes),
             clock,
             progress=progress,
             say=_say,

@@ -67,7 +67,7 @@ def fit_section(
         "signatures": signatures[told].astype(np.float16),
         "centroids": clusters.centroids,
         "labels": clusters.labels.astype(np.int32),
-        "decode_counts": decode_counts[told].astype(np.int16),
+        "requests": np.flatnonzero(told).astype(np.int32),
     }
     meta: dict[str, Any] = {
         "num_clusters": num_homes,

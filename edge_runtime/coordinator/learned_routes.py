@@ -23,11 +23,14 @@ def find_learned(cluster: Cluster, footprint: ModelFootprint, model_hash: str, *
     fit: SignatureFit | None = None
     if artifact is not None and artifact.has(SECTION):
         tensors = {name: tensor.numpy() for name, tensor in artifact.tensors(SECTION).items()}
+        recorded = artifact.tensors("requests") if artifact.has("requests") else {}
+        counts = recorded.get("decode_counts")
         fit = read_fit(
             tensors,
             artifact.meta(SECTION),
             layers=len(footprint.moe_layers),
             experts=footprint.experts_per_layer,
+            decode_counts=counts.numpy() if counts is not None else None,
         )
     traits = read_traits(artifact) if artifact is not None else None
     return Learned(traits, Routes(cluster, footprint, fit, seed=seed))

@@ -73,7 +73,12 @@ def band_for(
 
 
 def read_fit(
-    tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any], *, layers: int, experts: int
+    tensors: Mapping[str, np.ndarray],
+    meta: Mapping[str, Any],
+    *,
+    layers: int,
+    experts: int,
+    decode_counts: np.ndarray | None = None,
 ) -> SignatureFit:
     """A fit from its section's tensors; ArtifactError if they are not those of a model of so many layers and experts.
 
@@ -82,9 +87,11 @@ def read_fit(
     signatures     [N, dim] float16 or float32
     centroids      [C, dim] float32
     labels         [N] whole numbers
-    decode_counts  [N, L, E] int16, may be absent
+    requests       [N], which of the calibration requests these are
+
+    decode_counts  [M, L, E] of all calibration requests, where they were kept
     """
-    missing = {"idf", "layer_mask", "signatures", "centroids", "labels"} - set(tensors)
+    missing = {"idf", "layer_mask", "signatures", "centroids", "labels", "requests"} - set(tensors)
     if missing:
         raise ArtifactError(
             f"section {SECTION} lacks {', '.join(sorted(missing))}; run `edge-runtime calibrate` again"
@@ -102,9 +109,18 @@ def read_fit(
     signatures = unit_rows(tensors["signatures"])
     centroids = np.asarray(tensors["centroids"], dtype=np.float32)
     labels = np.asarray(tensors["labels"], dtype=np.intp)
-    counts = tensors.get("decode_counts")
+    requests = np.asarray(tensors["requests"], dtype=np.intp)
+    counts = None
+    if decode_counts is not None:
+        if len(requests) and not 0 <= requests.min() <= requests.max() < len(decode_counts):
+            raise ArtifactError(
+                f"section {SECTION} names request {requests.max()} of {len(decode_counts)}; "
+                "run `edge-runtime calibrate` again"
+            )
+        counts = decode_counts[requests]
     shapes = {
         "signatures": (signatures.shape, (len(labels), rule.dim)),
+        "requests": (requests.shape, (len(labels),)),
         "centroids": (centroids.shape, (len(centroids), rule.dim)),
         "decode_counts": (counts.shape if counts is not None else (), (len(labels), layers, experts)),
     }

@@ -79,7 +79,7 @@ def test_what_is_written_is_what_the_runtime_reads_and_domains_go_apart():
 
 def test_another_number_of_homes_gets_clusters_of_its_own_without_a_model():
     tensors, meta = fit_section(*recorded(60)[:2], 3)
-    fit = read_fit(tensors, meta, layers=4, experts=12)
+    fit = read_fit(tensors, meta, layers=4, experts=12, decode_counts=recorded(60)[1])
     found = fit.clusters_for(5)
     assert len(found.centroids) == 5 and np.bincount(found.labels).tolist() == [12] * 5
     assert fit.demand(found).sum(axis=2) == pytest.approx(np.ones((5, 4)), abs=1e-5)
@@ -89,7 +89,7 @@ def test_another_number_of_homes_gets_clusters_of_its_own_without_a_model():
 def test_homes_get_the_clusters_whose_experts_they_hold():
     prefill, decode, _ = recorded(60, layers=2)
     tensors, meta = fit_section(prefill, decode, 3)
-    fit = read_fit(tensors, meta, layers=2, experts=12)
+    fit = read_fit(tensors, meta, layers=2, experts=12, decode_counts=decode)
     demand = fit.demand(fit.fitted)
     turned = demand[[2, 0, 1]]
     resident = turned >= np.sort(turned, axis=2)[:, :, -4:-3]
@@ -129,7 +129,8 @@ def test_counts_that_tell_nothing_are_refused(prefill, decode, told):
         ({"layer_mask": np.array([9])}, "not ascending places"),
         ({"centroids": np.ones((3, 7))}, r"centroids is \[3, 7\]"),
         ({"labels": np.full(60, 5)}, "labels outside its 3 clusters"),
-        ({"decode_counts": np.ones((60, 4, 11))}, "decode_counts is"),
+        ({"requests": np.arange(59)}, "requests is"),
+        ({"requests": np.full(60, 60)}, "names request 60 of 60"),
         ({"signatures": None}, "lacks signatures"),
     ],
 )
@@ -137,7 +138,7 @@ def test_a_section_of_another_model_or_half_of_one_is_refused(change, told):
     tensors, meta = fit_section(*recorded(60)[:2], 3)
     changed = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
     with pytest.raises(ArtifactError, match=told):
-        read_fit(changed, meta, layers=4, experts=12)
+        read_fit(changed, meta, layers=4, experts=12, decode_counts=recorded(60)[1])
     assert SECTION == "signature_fit"
 
 

@@ -1,0 +1,87 @@
+"""Prompts computed on one machine and answered on another: the same tokens as on one, and whoever may be lost meanwhile."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.clusters import LocalCluster, read_json_lines, wait_for, write_topology
+from tests.support.greedy import answers as greedy_answers
+from tests.support.greedy import differences
+from tests.support.greedy import prompts as greedy_prompts
+
+SEPARATE = Path(__file__).parent / "scenarios" / "separate.toml"
+WORKERS, HOMES = {"press", "mill"}, {"desk", "laptop"}
+BEGINNING = (
+    "The keeper of the lighthouse wrote down what he had seen that night, the ships and the lights and "
+)
+PROMPTS = [f"{BEGINNING * 3} number {number}, which" for number in range(6)]
+NUM_TOKENS = 150
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with LocalCluster(write_topology(tmp_path_factory.mktemp("separate"), SEPARATE)) as cluster:
+        yield cluster
+
+
+def entries(num_tokens: int = NUM_TOKENS) -> list[dict]:
+    return [{"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True} for prompt in PROMPTS]
+
+
+def test_answers_are_those_of_one_machine_and_say_who_did_what(separate: LocalCluster) -> None:
+    chosen = range(0, 32, 4)
+    found = separate.answers(
+        [{"prompt": greedy_prompts()[index], "max_tokens": 64, "temperature": 0} for index in chosen]
+    )
+    for index, answer in zip(chosen, found, strict=True):
+        assert not differences(answer["token_ids"], greedy_answers()[index])
+        roles = {role: name for name, node in answer["nodes"].items() if (role := node["role"]) != "experts"}
+        assert answer["home"] == roles["home"] in HOMES and roles["prefill"] in WORKERS
+        assert answer["bill"]["exact_here"] + answer["bill"]["exact_elsewhere"] == pytest.approx(1)
+    separate.wait_until_idle()
+    routing = separate.status()["routing"]
+    assert routing["policy"] == "eldr" and routing["centroids"] == 2
+    assert sum(home["requests"] for home in routing["homes"].values()) == len(found)
+
+
+def test_an_answer_of_one_token_is_never_routed(separate: LocalCluster) -> None:
+    before = separate.status()["routing"]["homes"]
+    answer = separate.answer(PROMPTS[0], "--max-tokens", "1")
+    assert answer["home"] in WORKERS and len(answer["token_ids"]) == 1
+    assert separate.status()["routing"]["homes"] == before
+
+
+def test_blocks_travel_once_and_prompts_that_begin_alike_are_computed_once(separate: LocalCluster) -> None:
+    first = separate.answer(PROMPTS[0], "--max-tokens", "4")
+    again = separate.answer(PROMPTS[0], "--max-tokens", "4")
+    assert again["token_ids"] == first["token_ids"] and again["home"] == first["home"]
+    assert again["usage"]["cached_tokens"] >= 48
+
+    def fetched() -> int:
+        return sum(separate.node(name)["report"]["numbers"].get("blocks_fetched", 0) for name in HOMES)
+
+    wait_for(lambda: fetched() > 0, "blocks came to a home")
+    assert separate.status()["routing"]["homes"][again["home"]]["hit_blocks"] > 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "home"])
+def test_either_side_may_be_killed_while_answers_run(separate: LocalCluster, role: str) -> None:
+    separate.wait_until_ready()
+    expected = [answer["token_ids"] for answer in separate.answers(entries())]
+    streams = separate.start_command("submit", "--file", separate.write_prompts(entries()))
+    names = WORKERS if role == "prefill" else HOMES
+    # Killed as soon as it is seen at work, whatever of prefill, handoff and decoding that is.
+    victim = wait_for(
+        lambda: next((name for name in sorted(names) if separate.node(name)["in_flight"]), None),
+        "somebody is at work",
+    )
+    separate.kill(victim)
+    finished = streams.finish(deadline_s=40.0)
+    assert finished.exit_code == 0, f"{finished}\n{separate.logs()}"
+    assert [answer["token_ids"] for answer in read_json_lines(finished.stdout)] == expected
+    separate.start_node(victim)
+    separate.wait_until_ready()
+    separate.wait_until_idle()
