@@ -16,7 +16,7 @@ BEGINNING = (
     "The keeper of the lighthouse wrote down what he had seen that night, the ships and the lights and "
 )
 PROMPTS = [f"{BEGINNING * 3} number {number}, which" for number in range(6)]
-NUM_TOKENS = 150
+NUM_TOKENS = 80
 
 pytestmark = pytest.mark.timeout(120)
 
