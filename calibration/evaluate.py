@@ -55,6 +55,10 @@ class Alternative:
     def end_step(self) -> None:
         """All layers of the step were asked for."""
 
+    def notes(self) -> dict[str, float]:
+        """What else is to be told once all is done, by name."""
+        return {}
+
 
 class Losses(NamedTuple):
     """What was lost over some tokens; sums in nats."""
@@ -90,6 +94,7 @@ class Outcome(NamedTuple):
     mean_rise            relative rise of the geometric mean over domains of perplexity: each counts the same
     error                standard error of `mean_rise`, from the requests' own rises
     changed, dropped     share of decoding rows' gate weight that another expert served, or nobody
+    notes                what the alternative had to tell
     """
 
     name: str
@@ -99,6 +104,7 @@ class Outcome(NamedTuple):
     error: float
     changed: float
     dropped: float
+    notes: dict[str, float]
 
 
 Progress = Callable[[int, int], None]
@@ -241,6 +247,7 @@ class _Tally:
             math.sqrt(sum(variances)) / len(rises) if rises else math.nan,
             float(self._weights[1]) / total,
             float(self._weights[2]) / total,
+            self._alternative.notes(),
         )
 
 

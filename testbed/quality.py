@@ -21,9 +21,24 @@ from edge_runtime.artifacts import Artifact
 from edge_runtime.errors import ConfigError, CorpusError
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.tokenizer import Tokenizer
+from edge_runtime.selector.choose import POLICIES
 from testbed.stand_ins import RULES, LowestReplaced
 
 MAX_WIDTH = 2000
+COLUMNS = (
+    "tokens",
+    "perplexity",
+    "rise %",
+    "+-",
+    "top-1 agreement %",
+    "divergence",
+    "changed %",
+    "dropped %",
+)
+NOTED = ("budget", "spent", "exact_here", "exact_elsewhere", "substituted", "calls_per_layer")
+
+Select = Callable[[str, str | float], Alternative]
+"""A policy of the selector and a quality, as requests give it, to an alternative."""
 
 
 def validation_requests(
@@ -51,15 +66,20 @@ def validation_requests(
     return requests, names
 
 
-def alternative(name: str, artifact: Artifact | None) -> Alternative:
-    """The policy of that name: `exact`, or RULE[:SLOTS]."""
+def alternative(name: str, artifact: Artifact | None, select: Select) -> Alternative:
+    """The policy of that name: `exact`, RULE[:SLOTS], or a policy of the selector with a quality.
+
+    select   makes the last kind
+    """
     rule, _, count = name.partition(":")
     if name == "exact":
         return Alternative()
+    if rule in POLICIES and rule != "exact":
+        return select(rule, _number(count) if count else "balanced")
     if rule not in RULES or (count and not (count.isdigit() and int(count) > 0)):
         raise ConfigError(
-            f"policy {name!r} is not known; known are exact and {', '.join(RULES)}, each of these with the number of "
-            f"slots it replaces, as in next:1"
+            f"policy {name!r} is not known; known are exact, {', '.join(RULES)} with the number of slots they replace, as "
+            f"in next:1, and paper and live with a quality, as in live:balanced or live:0.01"
         )
     section = {"similar": "similarity", "least": "mismatch"}.get(rule)
     if section is None:
@@ -70,6 +90,13 @@ def alternative(name: str, artifact: Artifact | None) -> Alternative:
         )
     table = artifact.tensor(section, "centred" if rule == "similar" else "mismatch").float()
     return LowestReplaced(rule, int(count or 1), table)
+
+
+def _number(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def measure(
@@ -113,7 +140,7 @@ def outcome_rows(outcome: Outcome) -> list[dict[str, Any]]:
         "changed": outcome.changed,
         "dropped": outcome.dropped,
         "retention": 1 / (1 + outcome.mean_rise),
-    }
+    } | outcome.notes
     return rows
 
 
@@ -123,16 +150,8 @@ def quality_table(outcomes: Sequence[Outcome], *, by_domain: bool) -> str:
     table.add_column("policy")
     if by_domain:
         table.add_column("domain")
-    for name in (
-        "tokens",
-        "perplexity",
-        "rise %",
-        "+-",
-        "top-1 agreement %",
-        "divergence",
-        "changed %",
-        "dropped %",
-    ):
+    noted = NOTED if any(outcome.notes for outcome in outcomes) else ()
+    for name in (*COLUMNS, *noted):
         table.add_column(name, justify="right")
     for outcome in outcomes:
         for row in outcome_rows(outcome)[0 if by_domain else -1 :]:
@@ -148,6 +167,7 @@ def quality_table(outcomes: Sequence[Outcome], *, by_domain: bool) -> str:
                 f"{row['divergence']:.5f}",
                 f"{100 * row['changed']:.2f}" if is_sum else "",
                 f"{100 * row['dropped']:.2f}" if is_sum else "",
+                *(f"{row[name]:.4f}" if name in row else "" for name in noted),
             )
     console = Console(width=MAX_WIDTH, color_system=None, force_terminal=False, markup=False, emoji=False)
     with console.capture() as capture:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-DEMO = Path(__file__).resolve().parent / "models" / "edge-moe-demo"
+HERE = Path(__file__).resolve().parent
+DEMO = HERE / "models" / "edge-moe-demo"
 
 
 @click.command(
@@ -31,9 +32,17 @@ DEMO = Path(__file__).resolve().parent / "models" / "edge-moe-demo"
     "--policy",
     "policies",
     multiple=True,
-    help="exact, or next, similar, least, random or drop with the number of lowest-ranked slots, as in next:1; "
-    "may be given again. Default: each of these with 1.",
+    help="exact; next, similar, least, random or drop with the number of lowest-ranked slots, as in next:1; paper or "
+    "live, the selector's, with a quality, as in live:balanced or live:0.01. May be given again. Default: next:1 to drop:1.",
 )
+@click.option(
+    "--topology",
+    type=click.Path(path_type=Path),
+    default=HERE / "scenarios" / "eight_nodes.toml",
+    help="Cluster whose placement and links the selector sees; default: eight nodes with the demo model.",
+)
+@click.option("--home", default=None, help="Node of it that decodes; default: the first that can.")
+@click.option("--rtt", default=None, help="Round trip of its links, as in 5ms; default: as the file says.")
 @click.option("--documents", default=20, show_default=True, type=click.IntRange(1), help="Of each domain.")
 @click.option(
     "--prompt", default=64, show_default=True, type=click.IntRange(1), help="Tokens that are read exactly."
@@ -55,6 +64,9 @@ def quality(
     model: Path,
     artifact: Path | None,
     policies: tuple[str, ...],
+    topology: Path,
+    home: str | None,
+    rtt: str | None,
     documents: int,
     prompt: int,
     decode: int,
@@ -68,7 +80,10 @@ def quality(
 
     Each document's beginning is read exactly; the rest is decoded as it stands with the policy in force.
     """
+    from functools import cache
+
     from calibration.cli import shown_progress, use_threads
+    from calibration.evaluate import Alternative
     from edge_runtime.artifacts import Artifact, artifact_folder
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.tokenizer import Tokenizer
@@ -80,14 +95,28 @@ def quality(
         quality_table,
         validation_requests,
     )
+    from testbed.selected import Home, Selected, read_home
     from testbed.stand_ins import RULES
+    from topology.units import parse_duration
 
+    try:
+        rtt_s = None if rtt is None else parse_duration(rtt)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
     use_threads(threads)
     checkpoint = Checkpoint.open(model)
     place = artifact or artifact_folder(model)
     measured = Artifact.open(place, model_hash=checkpoint.model_hash) if artifact or place.is_dir() else None
+
+    @cache
+    def planned() -> Home:
+        return read_home(topology, checkpoint, measured, home, rtt_s)
+
+    def select(policy: str, quality: str | float) -> Alternative:
+        return Selected(policy, quality, planned(), checkpoint)
+
     names = policies or tuple(f"{rule}:1" for rule in RULES)
-    chosen = [alternative(name, measured) for name in names]
+    chosen = [alternative(name, measured, select) for name in names]
     requests, domains = validation_requests(
         folder,
         Tokenizer.open(model),

@@ -257,7 +257,7 @@ def load_share(
         store=store,
         hosts=hosts,
         links=[PeerLink(peer, identity, deploy.epoch, keys, clock) for peer in helpers],
-        selector=_selector(settings, spec, learned, [peer.name for peer in helpers]),
+        selector=selector_for(settings.selector, spec, learned, [peer.name for peer in helpers]),
         num_layers=spec.num_layers,
         num_experts=num_experts(spec),
         epoch=deploy.epoch,
@@ -431,16 +431,16 @@ def _books_of(runner: Runner) -> QualityBooks:
     return QualityBooks(lambda layer, slots: port().choose(layer, slots), lambda: port().start_price())
 
 
-def _selector(
-    settings: ShareSettings, spec: ModelSpec, learned: Learned | None, peers: Sequence[str]
+def selector_for(
+    policy: str, spec: ModelSpec, learned: Learned | None, peers: Sequence[str]
 ) -> HomeSelector | None:
     """The selector of a home with these peers; None where nothing was calibrated, or nobody is to stand in."""
-    if learned is None or settings.selector == "exact" or not peers:
+    if learned is None or policy == "exact" or not peers:
         return None
     row_bytes = 2 * spec.width * WIRE_ITEM_BYTES  # out and back
     links = [learned.links.get(name, LinkSpeed()) for name in peers]
     return HomeSelector(
-        settings.selector,
+        policy,
         learned.groups,
         learned.losses,
         num_columns=max(layer.gate.top_k for layer in spec.layers if layer.gate),

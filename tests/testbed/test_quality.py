@@ -18,6 +18,7 @@ from testbed.quality_cli import quality
 from testbed.stand_ins import RULES, LowestReplaced
 from tests.support.calibrating import small_corpus, write_corpus
 from tests.support.tiny_models import write_tiny_qwen3_moe
+from topology.errors import TopologyError
 
 E, K = 6, 3
 TABLE = torch.arange(E * E).view(1, E, E).float()
@@ -123,8 +124,8 @@ def test_validation_text_is_not_that_of_calibration(corpus: Path, demo_model: Pa
 @pytest.mark.parametrize(
     "arguments, why",
     [
-        (("--policy", "best"), "known are exact and next"),
-        (("--policy", "next:0"), "known are exact and next"),
+        (("--policy", "best"), "known are exact, next"),
+        (("--policy", "next:0"), "known are exact, next"),
         (("--decode", 900), "context"),
         (("--artifact", "gone"), "does not exist"),
     ],
@@ -134,3 +135,45 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(model: Path, corpus:
     result = run("--model", model, "--corpus", long, *SHORT, *arguments)
     assert isinstance(result.exception, UserError) and why in str(result.exception), result.output
     assert "\n" not in str(result.exception)
+
+
+def selected(corpus: Path, *policies: str) -> dict[str, dict[str, float]]:
+    asked = [argument for policy in policies for argument in ("--policy", policy)]
+    result = run("--corpus", corpus, *SHORT, "--rtt", "5ms", "--json", *asked)
+    assert result.exit_code == 0, result.output
+    return {row["policy"]: row for row in json.loads(result.stdout) if row["domain"] == "all"}
+
+
+def test_the_selectors_policies_lose_nothing_at_budget_0_and_stay_within_any_other(corpus: Path):
+    rows = selected(corpus, "live:0", "paper:0", "paper:balanced", "live:fast")
+    for name in ("live:0.0", "paper:0.0"):
+        assert rows[name]["rise"] == rows[name]["substituted"] == rows[name]["spent"] == 0.0
+        assert rows[name]["agreement"] == 1.0
+    for name in ("paper:balanced", "live:fast"):
+        row = rows[name]
+        assert 0.0 < row["spent"] <= row["budget"]
+        assert row["substituted"] == pytest.approx(row["changed"], abs=1e-6) and row["substituted"] > 0
+        assert row["exact_here"] + row["exact_elsewhere"] + row["substituted"] == pytest.approx(1.0)
+        assert row["exact_elsewhere"] < rows["live:0.0"]["exact_elsewhere"]
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (("--policy", "live:much"), "live:much: the quality must be"),
+        (("--policy", "live:-1"), "from 0 to 1"),
+        (("--policy", "paper", "--home", "attic"), "no home attic"),
+        (("--policy", "paper", "--topology", "gone.toml"), "gone.toml"),
+    ],
+)
+def test_a_selector_that_cannot_be_had_is_refused_in_one_sentence(corpus: Path, arguments, why: str):
+    result = run("--corpus", corpus, *SHORT, *arguments)
+    assert result.exception is not None and why in str(result.exception), result.output
+    assert isinstance(result.exception, UserError | TopologyError) and "\n" not in str(result.exception)
+
+
+def test_a_cluster_of_another_model_is_refused_with_both_hashes(model: Path, corpus: Path, demo_model: Path):
+    result = run("--model", model, "--corpus", corpus, *SHORT, "--policy", "live")
+    said = str(result.exception)
+    assert isinstance(result.exception, UserError)
+    assert Checkpoint.open(model).model_hash in said and Checkpoint.open(demo_model).model_hash in said
