@@ -305,6 +305,9 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     show_default=True,
     help="exact, balanced, fast, or the mean relative loss that a token may cost for being quicker, as in 0.01.",
 )
+@click.option("--k", type=float, default=None, help="Experts per token, as in 2.25: fewer are quicker.")
+@click.option("--sub-experts", type=int, default=None, help="The same, counted in sub-experts.")
+@click.option("--service", default=None, help="The same, by name: full, balanced or economy.")
 @click.option("--user", default="", help="Whose quality budget it spends from; without one, its own.")
 @click.option("--trace", is_flag=True, help="Show which node did what, and where each layer was served.")
 @click.option(
@@ -400,6 +403,10 @@ def _say_trace(result: dict[str, Any]) -> None:
     for name, did in result["nodes"].items():
         _say(f"  {name} ({did['role']}): {did['expert_slots']} expert slots, {did['share']:.1%} of all")
     _say(f"  gate weight {_shares(bill)}")
+    if bill.get("K"):
+        _say(
+            f"  {bill['K']} sub-experts per token and layer; {bill['dropped']:.1%} of the gate weight left out"
+        )
     if bill.get("budget_spent"):
         _say(f"  quality spent {bill['budget_spent']:.4f}, {bill['budget_left']:.4f} left")
     for entry in result.get("trace") or ():

@@ -24,6 +24,9 @@ SAMPLING_KEYS = (
     "ignore_eos",
     "logprobs",
     "quality",
+    "k",
+    "sub_experts",
+    "service",
 )
 STDIN = "-"
 SHOWN_FAULTS = 20  # lines of a file that are told at a time

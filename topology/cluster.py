@@ -148,6 +148,8 @@ class Cluster:
     """Of `SELECTORS`: by what rule requests with a quality budget get along without an expert that is elsewhere."""
     calibration: str | None = None
     """Folder of the calibration artifact; None for the one in the model's folder, if there is one."""
+    sub_experts: bool = False
+    """Experts lie as calibration split them, so that requests may ask for part of them."""
     pins: tuple[Pin, ...] = ()
     """Experts that have to be on certain nodes, in the order of the file."""
     routing: Routing = Routing()

@@ -39,6 +39,7 @@ _CLUSTER_KEYS = {
     "placement": Key("placement", readers.read_placement),
     "selector": Key("selector", readers.read_selector),
     "calibration": Key("calibration", readers.read_text),
+    "sub_experts": Key("sub_experts", readers.read_flag),
     "keys": Key("keys", readers.read_text),
     "process_reserve": Key("process_reserve_bytes", _SIZE),
     "kv_tokens": Key("kv_tokens", readers.read_count),

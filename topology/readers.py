@@ -45,6 +45,12 @@ def read_text(value: object) -> str:
     return value
 
 
+def read_flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"expected true or false, found {_kind(value)}")
+    return value
+
+
 def read_name(value: object) -> str:
     name = read_text(value)
     if not _NAME.fullmatch(name):

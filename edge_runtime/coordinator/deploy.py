@@ -85,7 +85,16 @@ def refuse_unchangeable(running: Cluster, wanted: Cluster, context_tokens: int) 
         faults.append(
             f"[cluster] context_tokens: found {wanted.context_tokens}, the running cluster was started with {context_tokens}"
         )
-    keys = ("name", "model", "coordinator", "keys", "calibration", "heartbeat_s", "lost_after_s")
+    keys = (
+        "name",
+        "model",
+        "coordinator",
+        "keys",
+        "calibration",
+        "sub_experts",
+        "heartbeat_s",
+        "lost_after_s",
+    )
     for key in (*keys, "weights_rate_bps"):
         found, expected = getattr(wanted, key), getattr(running, key)
         if found != expected:

@@ -3,6 +3,9 @@
 Checked against the model; knows no file beyond the artifact's sections.
 """
 
+import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -36,6 +39,10 @@ class SubExperts(NamedTuple):
     num_parts: int
     gate_neurons: int
     layers: dict[int, LayerParts]
+    digest: str = ""
+    """Equal where neurons lie alike: nodes that differ in it must not work together."""
+    sensitivity: Mapping[int, float] = MappingProxyType({})
+    """By layer, what a token loses when all of the layer's gate weight is missing; empty if it was not measured."""
 
 
 def read_sub_experts(artifact: Artifact, spec: ModelSpec) -> SubExperts | None:
@@ -74,4 +81,12 @@ def read_sub_experts(artifact: Artifact, spec: ModelSpec) -> SubExperts | None:
     layers = {
         layer: LayerParts(permutation[i], slopes[i], offsets[i]) for i, layer in enumerate(spec.moe_layers)
     }
-    return SubExperts(num_parts, gate_neurons, layers)
+    digest = hashlib.blake2b(permutation.short().numpy().tobytes(), digest_size=16).hexdigest()
+    return SubExperts(num_parts, gate_neurons, layers, digest, _sensitivity(artifact, spec))
+
+
+def _sensitivity(artifact: Artifact, spec: ModelSpec) -> dict[int, float]:
+    if not artifact.has("sensitivity") or "sensitivity" not in artifact.tensors("sensitivity"):
+        return {}
+    measured = artifact.tensor("sensitivity", "sensitivity").float().flatten().tolist()
+    return dict(zip(spec.moe_layers, measured, strict=False))

@@ -15,6 +15,7 @@ import torch
 from edge_runtime.cache.block_store import BlockStore
 from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import Account, bill_of, joined_accounts
+from edge_runtime.engine.dropped import sliced_bill
 from edge_runtime.engine.plan import Finished, StepPlan
 from edge_runtime.engine.quality import QualityBooks
 from edge_runtime.engine.request import FinishReason, Request
@@ -236,6 +237,7 @@ class Engine:
                 user=old.user,
                 trace=old.trace,
                 wants_counts=old.wants_counts,
+                tier=old.tier,
             )
             request.prompt_counts = old.prompt_counts
             request.first_planned_s, request.first_token_s = old.first_planned_s, old.first_token_s
@@ -271,6 +273,8 @@ class Engine:
         trace = None
         if self.books is not None:
             bill, trace = self.books.close(request, bill, float(account.served[0].sum()))
+        if request.tier:
+            bill = sliced_bill(bill, request.tier, self.runner.take_dropped(request.request_id))
         ended = Ended(
             request,
             finished.reason,

@@ -52,6 +52,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
     """Report the log probability of each token, and of this many best ones; None reports nothing."""
     quality: float | str = "exact"
     """How far a token may be off for being quicker: `exact`, `balanced`, `fast`, or a mean relative loss per token."""
+    k: float | None = None
+    """Experts per token, in fractions of sub-experts; None for as many as the model was trained with."""
+    sub_experts: int | None = None
+    """The same, counted in sub-experts."""
+    service: str | None = None
+    """The same, by name: `full`, `balanced` or `economy`."""
 
 
 def read_params(fields: Mapping[str, object]) -> SamplingParams:
@@ -78,6 +84,10 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         _whole("seed", params.seed, SEED_MIN, SEED_MAX)
     if params.logprobs is not None:
         _whole("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+    if params.k is not None:
+        _number("k", params.k, "above 0", lambda x: x > 0)
+    if params.sub_experts is not None:
+        _whole("sub_experts", params.sub_experts, 1, None)
     if not isinstance(params.ignore_eos, bool):
         raise _refused("ignore_eos", params.ignore_eos, "true or false")
     try:
@@ -108,10 +118,11 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, context_tokens: int
         raise RequestError(f"the prompt has token id {wrong}; allowed are 0 to {vocab_size - 1}")
 
 
-def exactness_of(params: SamplingParams) -> str:
-    """What the KV of an answer depends on besides its tokens: `exact`, or the budget of the stand-ins in it."""
+def exactness_of(params: SamplingParams, tier: int = 0) -> str:
+    """What the KV of an answer depends on besides its tokens: `exact`, or the budget of the stand-ins in it and its tier."""
     budget = budget_of(params.quality)
-    return f"budget {budget:g}" if budget else "exact"
+    parts = [f"budget {budget:g}"] * bool(budget) + [f"K {tier}"] * bool(tier)
+    return ", ".join(parts) or "exact"
 
 
 def encoder_prompt(input_ids: Sequence[int], start_token_id: int) -> list[int]:
@@ -207,6 +218,7 @@ class Request:
         "seat",
         "state",
         "stop_ids",
+        "tier",
         "token_limit",
         "tokens",
         "trace",
@@ -229,6 +241,7 @@ class Request:
         wants_counts: bool = False,
         user: str = "",
         trace: bool = False,
+        tier: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = list(prompt_ids)
@@ -236,13 +249,14 @@ class Request:
         self.arrival_s = arrival_s
         self.salt = salt
         self.budget = budget_of(params.quality)
-        self.exactness = exactness_of(params) if exactness is None else exactness
+        self.exactness = exactness_of(params, tier) if exactness is None else exactness
         self.user = user
         self.trace = trace
         self.output_ids = list(output_ids)
         self.encoder_tokens = encoder_tokens
         self.encoder_blocks = blocks_for(encoder_tokens)
         self.wants_counts = wants_counts
+        self.tier = tier
         self.prompt_counts: np.ndarray | None = None
         self.encoder_end = self.encoder_blocks * BLOCK_TOKENS  # where the decoder's tokens begin
         self.tokens = [*self.prompt_ids, *self.output_ids]

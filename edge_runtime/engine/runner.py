@@ -17,7 +17,9 @@ from edge_runtime.cache.block_pool import BLOCK_MASK, BLOCK_SHIFT, blocks_for
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.cache.signatures import SignatureCache
 from edge_runtime.clock import Clock
+from edge_runtime.elastic.gates import ProxyGates
 from edge_runtime.engine.bill import Account, ServedWeight, joined_accounts
+from edge_runtime.engine.dropped import Dropped, DroppedMass
 from edge_runtime.engine.plan import StepPlan
 from edge_runtime.engine.quality import QualityBooks
 from edge_runtime.engine.request import Request
@@ -25,7 +27,7 @@ from edge_runtime.engine.request_table import RequestTable, StepRows
 from edge_runtime.model.attention import AttentionBatch
 from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.encoder_decoder import two_halves
-from edge_runtime.model.moe import ExpertPort
+from edge_runtime.model.moe import ExpertPort, Slices
 
 
 class HostedExperts(ExpertPort, Protocol):
@@ -98,6 +100,9 @@ class Stage(Protocol):
     def take_account(self, request_id: str) -> Account:
         """Close a request's account: where its gate weight was served by this stage."""
 
+    def take_dropped(self, request_id: str) -> Dropped:
+        """Close a request's sums of what its tier left out."""
+
     def undo_counts(self) -> None:
         """The step that was run last did not happen, as far as counting goes: it will be tried again."""
 
@@ -124,6 +129,8 @@ class Runner:
     signatures  where the decoder counts the experts that rows choose; None where it does not
     books       what requests may spend of quality, and have spent; None: every slot is exact
     pages       where the decoder keeps keys and values, for those who hand blocks on
+    gates       who chooses the slices of rows at a tier; None where experts are whole
+    dropped     what those rows left out
     """
 
     decoder: Decoder
@@ -134,6 +141,8 @@ class Runner:
     signatures: SignatureCache | None = None
     books: QualityBooks | None = None
     pages: KVPages | None = None
+    gates: ProxyGates | None = None
+    dropped: DroppedMass = field(default_factory=DroppedMass)
 
     def __post_init__(self) -> None:
         self._served = ServedWeight(len(self.port.host_names))
@@ -160,13 +169,24 @@ class Runner:
         books = self.books if rows.encoder_tokens is None else None
         if books is not None:
             books.begin_step(plan)
-        ran = self.run_rows(rows, len(plan.slices), hidden, counted=self._begin_counting(plan), books=books)
+        tiers = [piece.request.tier for piece in plan.slices]
+        ran = self.run_rows(
+            rows,
+            len(plan.slices),
+            hidden,
+            counted=self._begin_counting(plan),
+            books=books,
+            tiers=torch.tensor(tiers, dtype=torch.int32) if any(tiers) else None,
+        )
         if ran.waits:
             self.undo_counts()
             return StepResult(None, None, {}, waits=True)
-        self._served.end_step([piece.request.request_id for piece in plan.slices])
+        request_ids = [piece.request.request_id for piece in plan.slices]
+        self._served.end_step(request_ids)
         if books is not None:
             books.end_step(plan)
+        if any(tiers):
+            self.dropped.end_step(request_ids)
         is_last = self.last_layer == self.num_layers
         logits = self.head(ran.hidden, rows) if is_last else None
         why_of = {plan.slices[index].request.request_id: why for index, why in ran.failed.items()}
@@ -186,12 +206,14 @@ class Runner:
         hidden: Tensor | None = None,
         counted: Tensor | None = None,
         books: QualityBooks | None = None,
+        tiers: Tensor | None = None,
     ) -> RowsResult:
         """Compute rows; keys and values of each are in their blocks afterwards.
 
         hidden   [T, D] float32, what the stage before gave, changed in place; None where layer 0 is here
         counted  [T] int32, which rows count in their blocks; None: none do
         books    what the rows may spend of quality; None: every slot is exact
+        tiers    [S] int32, sub-experts of each slice's rows, 0 for all; None: all run everything
         """
         times, now = self.times, self.clock.now
         began = now()
@@ -214,6 +236,10 @@ class Runner:
         assert hidden is not None and hidden.shape == shape, f"layer {self.first_layer} needs rows of {shape}"
         failed: dict[int, str] = {}
         self.port.begin_step()
+        row_tiers = None
+        if tiers is not None and self.gates is not None:
+            row_tiers = tiers[rows.row_request.long()]
+            self.dropped.begin_step(rows.row_request.numpy(), num_slices)
         local_layers, num_slots = 0, 0
         for layer in range(self.first_layer, self.last_layer):
             began = now()
@@ -222,7 +248,10 @@ class Runner:
             if books is not None and books.is_open and expert_ids is not None and gate_weights is not None:
                 logits = self.decoder.gate_logits(len(expert_ids))
                 expert_ids, gate_weights = books.stand_in(layer, expert_ids, gate_weights, logits)
-            missing = self.decoder.moe_segment(layer, hidden, x, expert_ids, gate_weights, self.port)
+            sliced = None
+            if row_tiers is not None and expert_ids is not None and gate_weights is not None:
+                sliced = self._slices(layer, x, expert_ids, gate_weights, row_tiers)
+            missing = self.decoder.moe_segment(layer, hidden, x, expert_ids, gate_weights, self.port, sliced)
             times.attention += attended - began
             times.experts += now() - attended
             if expert_ids is None or gate_weights is None:  # a dense layer
@@ -249,6 +278,16 @@ class Runner:
         self._served.add_local_layers(local_layers, num_slots)
         return RowsResult(hidden, failed)
 
+    def _slices(
+        self, layer: int, x: Tensor, expert_ids: Tensor, gate_weights: Tensor, row_tiers: Tensor
+    ) -> Slices | None:
+        assert self.gates is not None, "rows have tiers where nobody can choose slices"
+        chosen = self.gates.choose(layer, x, expert_ids, gate_weights, row_tiers)
+        if chosen is None:
+            return None
+        self.dropped.add_layer(layer, chosen.dropped.numpy())
+        return chosen.slices
+
     def served(self, num_slices: int) -> np.ndarray:
         """[2, S, N] float64: gate weight and slots of the step just run, by slice and host. Not booked on anybody."""
         return self._served.of_step(num_slices)
@@ -273,6 +312,10 @@ class Runner:
     def take_account(self, request_id: str) -> Account:
         """See Stage."""
         return Account(self._served.take(request_id), self.port.host_names)
+
+    def take_dropped(self, request_id: str) -> Dropped:
+        """See Stage."""
+        return self.dropped.take(request_id)
 
     @property
     def num_accounts(self) -> int:
@@ -335,6 +378,11 @@ class StagedRunner:
     def take_account(self, request_id: str) -> Account:
         """See Stage. The first stage's node is the home; hosts are put together by name."""
         return joined_accounts([stage.take_account(request_id) for stage in self._stages])
+
+    def take_dropped(self, request_id: str) -> Dropped:
+        """See Stage. The mean of the stages, and the sum of what they lost."""
+        parts = [stage.take_dropped(request_id) for stage in self._stages]
+        return Dropped(sum(part.mass for part in parts) / len(parts), sum(part.loss for part in parts))
 
     def undo_counts(self) -> None:
         """See Stage."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from edge_runtime.errors import CheckpointError
 from edge_runtime.model.architectures.table import Packing, Part, layer_packings
 from edge_runtime.model.attention import AttentionWeights, LatentWeights
 from edge_runtime.model.checkpoint import Checkpoint
@@ -138,14 +139,26 @@ def add_experts(
     *,
     weight_format: str = "as_stored",
     progress: Progress = quiet,
+    order_of: Callable[[ExpertId], Tensor | None] = lambda expert: None,
 ) -> None:
-    """Read the given experts into a store, in the order they lie in the model."""
+    """Read the given experts into a store, in the order they lie in the model.
+
+    order_of  the old neuron of each place [F] int64, where an expert's neurons are to lie in another order
+    """
     parts = {expert: checkpoint.expert_parts(expert) for expert in sorted(set(expert_ids))}
     loader = _Loader(checkpoint, progress, [part for each in parts.values() for part in each])
     for expert, each in parts.items():
         spec = checkpoint.spec.layers[expert.layer].ffn
         what = f"layer {expert.layer} expert {expert.index}"
-        store.add(expert, loader.expert(each, spec, what, weight_format))
+        store.add(expert, loader.expert(each, spec, what, weight_format, order_of(expert)))
+
+
+def read_neurons(checkpoint: Checkpoint, expert: ExpertId, neurons: Tensor) -> ExpertWeight:
+    """Some neurons [n] int64 of a routed expert, as an expert of that width."""
+    parts = checkpoint.expert_parts(expert)
+    loader = _Loader(checkpoint, quiet, parts)
+    spec = checkpoint.spec.layers[expert.layer].ffn
+    return loader.expert(parts, spec, f"layer {expert.layer} expert {expert.index}", order=neurons)
 
 
 def follows_trunk_format(name: str, packing: Packing) -> bool:
@@ -189,9 +202,14 @@ class _Loader:
         )
 
     def expert(
-        self, parts: Sequence[Part], spec: ExpertSpec, what: str, weight_format: str = "as_stored"
+        self,
+        parts: Sequence[Part],
+        spec: ExpertSpec,
+        what: str,
+        weight_format: str = "as_stored",
+        order: Tensor | None = None,
     ) -> ExpertWeight:
-        """The matrices and biases of `mlp_roles` as one expert."""
+        """The matrices and biases of `mlp_roles` as one expert; with `order`, of these neurons in this order."""
         names = [part.role.split("_", 1)[1] for part in parts]
         matrices = [part for part, name in zip(parts, names, strict=True) if not name.endswith("bias")]
         packed = self._format(matrices, weight_format)
@@ -199,6 +217,8 @@ class _Loader:
         def pack(tensors: Weights) -> ExpertWeight:
             widened = [_dense(weight) for weight in _alike(tensors[: len(matrices)])]
             named: dict[str, Any] = dict(zip(names, [*widened, *tensors[len(matrices) :]], strict=True))
+            if order is not None:
+                named = {name: _ordered(name, each, order) for name, each in named.items()}
             gate, up, down = named.pop("gate", None), named.pop("up"), named.pop("down")
             return ops.pack_expert(gate, up, down, format=packed, **activation_options(spec), **named)
 
@@ -243,6 +263,20 @@ def _alike(weights: Weights) -> Weights:
         return weights
     plain = (mxfp4_to_bfloat16(*weight) if isinstance(weight, MXFP4) else weight for weight in weights)
     return [weight.float() for weight in plain]
+
+
+def _ordered(name: str, weight: Tensor | MXFP4, order: Tensor) -> Tensor | MXFP4:
+    """An expert's matrix or bias with its neurons in another order; columns of `down`, whose bias is of outputs."""
+    if name == "down_bias":
+        return weight
+    if name != "down":
+        return MXFP4(*(part[order] for part in weight)) if isinstance(weight, MXFP4) else weight[order]
+    if isinstance(weight, MXFP4):
+        raise CheckpointError(
+            "sub-experts need neurons in another order, and the columns of a matrix stored as mxfp4 cannot change places; "
+            "serve this model without `sub_experts`"
+        )
+    return weight[:, order]
 
 
 def _dense(weight: Tensor | MXFP4) -> Tensor | MXFP4:

@@ -25,7 +25,7 @@ from edge_runtime.model.attention import (
 )
 from edge_runtime.model.gate import gate, gate_options, gate_rule
 from edge_runtime.model.layers import LayerWeights, Trunk
-from edge_runtime.model.moe import Beside, ExpertPort, Missing, joined
+from edge_runtime.model.moe import Beside, ExpertPort, Missing, Slices, joined
 from edge_runtime.model.spec import LayerSpec, ModelSpec
 from kernels import ops
 from kernels.ops import Counting
@@ -184,10 +184,12 @@ class Decoder:
         expert_ids: Tensor | None,
         gate_weights: Tensor | None,
         port: ExpertPort,
+        slices: Slices | None = None,
     ) -> Missing | None:
         """The feed-forward half of one layer; hidden [T, D] gets the experts' weighted sum added.
 
         x, expert_ids, gate_weights   as `attention_segment` gave them
+        slices                        parts of the experts that run; None for all
 
         Slots that did not come add nothing and are returned; the rows they belong to are not the model's any more.
         """
@@ -196,10 +198,10 @@ class Decoder:
         if expert_ids is None or gate_weights is None:
             self._dense(weights, x, rows)
         elif weights.dense_norm is not None:
-            missing = self._experts_beside_dense(layer, hidden, x, expert_ids, gate_weights, port)
+            missing = self._experts_beside_dense(layer, hidden, x, expert_ids, gate_weights, port, slices)
         else:
             beside = None if weights.dense is None else partial(self._dense, weights, x, rows)
-            missing = self._experts(layer, hidden, x, expert_ids, gate_weights, port, beside)
+            missing = self._experts(layer, hidden, x, expert_ids, gate_weights, port, beside, slices)
         if weights.shared_gate is not None:
             self._add_gated(weights, hidden, x, rows)
         elif weights.dense is not None:
@@ -232,13 +234,14 @@ class Decoder:
         expert_ids: Tensor,
         gate_weights: Tensor,
         port: ExpertPort,
+        slices: Slices | None,
     ) -> Missing | None:
         """dense_out = the dense MLP of the residual plus the experts' sum, each behind a norm of its own."""
         rows, weights, eps = self._rows(hidden.shape[0]), self._layers[layer].weights, self.spec.norm_eps
         ops.rms_norm(hidden, weights.dense_norm, eps, out=rows.side)
         routed = rows.branch.zero_()
         beside = partial(self._dense, weights, rows.side, rows)
-        missing = self._experts(layer, routed, x, expert_ids, gate_weights, port, beside)
+        missing = self._experts(layer, routed, x, expert_ids, gate_weights, port, beside, slices)
         ops.rms_norm(rows.dense_out, weights.dense_out_norm, eps, out=rows.dense_out)
         rows.dense_out.add_(ops.rms_norm(routed, weights.routed_out_norm, eps, out=routed))
         return missing
@@ -252,19 +255,21 @@ class Decoder:
         gate_weights: Tensor,
         port: ExpertPort,
         beside: Beside,
+        slices: Slices | None = None,
     ) -> Missing | None:
         """out [T, D] += the weighted sum of what the routed experts give for x; `beside` runs while they are awaited."""
         rows = self._rows(x.shape[0])
         arguments = layer, x, expert_ids, rows.expert_out
+        sliced = () if slices is None else (slices,)  # a port that never sees slices need not know them
         if beside is None:
-            is_finite = port.add_here(layer, x, expert_ids, gate_weights, out, rows.expert_out)
+            is_finite = port.add_here(layer, x, expert_ids, gate_weights, out, rows.expert_out, *sliced)
             if is_finite:
                 return None
             if is_finite is not None:
                 return _not_finite(layer, rows.expert_out, rows.slots, expert_ids, port)
-            missing = port.run(*arguments)
+            missing = port.run(*arguments) if slices is None else port.run(*arguments, None, slices)
         else:
-            missing = port.run(*arguments, beside)
+            missing = port.run(*arguments, beside, *sliced)
         slots = rows.slots
         if missing is not None:
             slots = slots.clone()

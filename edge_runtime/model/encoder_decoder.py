@@ -24,7 +24,7 @@ from edge_runtime.model.attention import AttentionBatch, AttentionRows, Attentio
 from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.gate import gate
 from edge_runtime.model.layers import Trunk
-from edge_runtime.model.moe import ExpertPort, Missing
+from edge_runtime.model.moe import ExpertPort, Missing, Slices
 from edge_runtime.model.spec import ModelSpec
 from kernels import ops
 from kernels.packing import KV_BLOCK_TOKENS
@@ -164,8 +164,10 @@ class EncoderDecoder(Decoder):
         expert_ids: Tensor | None,
         gate_weights: Tensor | None,
         port: ExpertPort,
+        slices: Slices | None = None,
     ) -> Missing | None:
         """See Decoder."""
+        assert slices is None, "the experts of an encoder-decoder stay whole"
         weights, half, missing = self._layers[layer].weights, self._half, None
         assert half is not None, "attention comes first"
         if len(x):

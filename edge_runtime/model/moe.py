@@ -11,10 +11,22 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.ops import ExpertBank, ExpertWeight
+from kernels.slices import sliced_experts, sliced_ffn
 from topology.ids import ExpertId
 
 Beside = Callable[[], None] | None
 """Work that needs no reply and is done while replies are on their way."""
+
+
+class Slices(NamedTuple):
+    """Which parts of their experts a layer's routed slots run.
+
+    masks      [T, K] int32, bit s for slice s
+    num_parts  slices of an expert
+    """
+
+    masks: Tensor
+    num_parts: int
 
 
 class Missing(NamedTuple):
@@ -42,7 +54,13 @@ class ExpertPort(Protocol):
     """This node first, then whoever else computes."""
 
     def run(
-        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        out: Tensor,
+        beside: Beside = None,
+        slices: Slices | None = None,
     ) -> Missing | None:
         """Fill `out` with each slot's unweighted expert output; say which slots stay unfilled.
 
@@ -50,6 +68,7 @@ class ExpertPort(Protocol):
         expert_ids   [T, K] int32
         out          [T*K, D] float32; out[t*K + j] is expert expert_ids[t, j] applied to x[t]
         beside       work of the layer's own (a shared expert), called once: while others compute, if others do
+        slices       parts of the experts that run; None for all
         """
 
     def add_here(
@@ -60,6 +79,7 @@ class ExpertPort(Protocol):
         gate_weights: Tensor,
         hidden: Tensor,
         out: Tensor,
+        slices: Slices | None = None,
     ) -> bool | None:
         """hidden [T, D] += the weighted sum, in one call, if this node serves every expert of the layer.
 
@@ -130,6 +150,21 @@ class ExpertStore:
         return sum(bank.nbytes for bank in self._banks.values())
 
 
+def run_pairs(
+    x: Tensor,
+    rows: Tensor,
+    expert_ids: Tensor,
+    bank: ExpertBank,
+    slices: Slices | None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`ops.grouped_ffn`, or the parts of the experts that `slices` names pair by pair."""
+    if slices is None:
+        return ops.grouped_ffn(x, rows, expert_ids, bank, out=out)
+    return sliced_ffn(x, rows, expert_ids, slices.masks.view(-1), slices.num_parts, bank, out=out)
+
+
 class LocalExperts:
     """An ExpertPort that computes every slot here, in one call per layer.
 
@@ -142,7 +177,13 @@ class LocalExperts:
         self._rows: dict[tuple[int, int], Tensor] = {}  # (T, K) -> [T*K] int32, the row of each slot
 
     def run(
-        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        out: Tensor,
+        beside: Beside = None,
+        slices: Slices | None = None,
     ) -> Missing | None:
         """See ExpertPort."""
         if beside is not None:
@@ -153,16 +194,18 @@ class LocalExperts:
             return self._missing(layer, flat, torch.arange(len(flat)))
         rows = self._slot_rows(*expert_ids.shape)
         if self._store.holds_all(layer):
-            ops.grouped_ffn(x, rows, flat, bank, out=out)
+            run_pairs(x, rows, flat, bank, slices, out=out)
             return None
         absent = self._store.absent(layer)
         assert absent is not None, f"layer {layer} has a bank but no account of it"
         is_missing = absent[flat.long()]
         if not is_missing.any():
-            ops.grouped_ffn(x, rows, flat, bank, out=out)
+            run_pairs(x, rows, flat, bank, slices, out=out)
             return None
         here = (~is_missing).nonzero().view(-1)
-        out[here] = ops.grouped_ffn(x, rows[here], flat[here], bank)
+        if slices is not None:
+            slices = slices._replace(masks=slices.masks.view(-1)[here])
+        out[here] = run_pairs(x, rows[here], flat[here], bank, slices)
         return self._missing(layer, flat, is_missing.nonzero().view(-1))
 
     def add_here(
@@ -173,11 +216,15 @@ class LocalExperts:
         gate_weights: Tensor,
         hidden: Tensor,
         out: Tensor,
+        slices: Slices | None = None,
     ) -> bool | None:
         """See ExpertPort."""
         bank = self._store.bank(layer)
         if bank is None or not self._store.holds_all(layer):
             return None
+        if slices is not None:
+            masks, num_parts = slices
+            return sliced_experts(x, expert_ids, gate_weights, masks, num_parts, bank, hidden, expert_out=out)
         return ops.experts(x, expert_ids, gate_weights, bank, hidden, expert_out=out)
 
     def _slot_rows(self, num_tokens: int, num_columns: int) -> Tensor:

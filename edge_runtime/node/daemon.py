@@ -48,6 +48,7 @@ from edge_runtime.node.share import (
     measured,
     num_experts,
     share_digest,
+    sub_experts_by,
 )
 from edge_runtime.node.stage_service import StageService
 from edge_runtime.protocol import (
@@ -119,11 +120,13 @@ class NodeDaemon:
         self._learned = learned_by(cluster, node, checkpoint.model_hash)
         self._keys = keys
         self._clock = clock
+        self._parts = sub_experts_by(cluster, checkpoint)
         self._identity = Hello(
             node=node.name,
             cluster=cluster.name,
             role="home" if node.holds_trunk else "node",
             model_hash=checkpoint.model_hash,
+            calibration_hash=self._parts.digest if self._parts is not None else "",
             dtype=ACTIVATION_DTYPE,
             numerics=backends.active().NAME,
             pid=os.getpid(),
@@ -382,6 +385,7 @@ class NodeDaemon:
                 held=held,
                 fetch=self._fetch_into(self._cache, is_wanted) if self._cache is not None else None,
                 learned=self._learned,
+                parts=self._parts,
             )
             return measured(share, deploy, self._checkpoint, held, self._clock)
 
@@ -588,6 +592,7 @@ class NodeDaemon:
                 context_tokens=settings.context_tokens,
                 now=self._clock.now(),
                 encoder=self._checkpoint.spec.encoder,
+                elasticity=self._share.elasticity,
             )
         except RequestError as error:
             self._send(Failed(request_id, "user", "request", str(error), node=self._node.name))

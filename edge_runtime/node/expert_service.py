@@ -14,7 +14,7 @@ import torch
 from edge_runtime.cache.block_store import BlockStore
 from edge_runtime.clock import Clock
 from edge_runtime.errors import Refusal
-from edge_runtime.model.moe import ExpertStore
+from edge_runtime.model.moe import ExpertStore, Slices, run_pairs
 from edge_runtime.node.handoff import answer_fetch
 from edge_runtime.protocol import (
     MAX_FRAME_BYTES,
@@ -30,6 +30,7 @@ from edge_runtime.protocol import (
     Probed,
     RangesQuery,
     Refused,
+    SlicedCall,
     StageResult,
     StageStep,
     Welcome,
@@ -37,7 +38,6 @@ from edge_runtime.protocol import (
 )
 from edge_runtime.transport.endpoint import Server
 from edge_runtime.weights.service import BUSY_S, WeightsService
-from kernels import ops
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class ExpertService(threading.Thread):
         self, peer: bytes, message: Message, epoch: int, tensors: Any
     ) -> tuple[Message, tuple[Any, ...]]:
         match message:
-            case ExpertCall():
+            case ExpertCall() | SlicedCall():
                 try:
                     return self._run(peer, message, epoch, *tensors)
                 except Refusal as refusal:
@@ -219,6 +219,7 @@ class ExpertService(threading.Thread):
             cluster=own.cluster,
             role=own.role,
             model_hash=own.model_hash,
+            calibration_hash=own.calibration_hash,
             dtype=own.dtype,
             numerics=own.numerics,
             pid=own.pid,
@@ -231,7 +232,14 @@ class ExpertService(threading.Thread):
             raise Refusal("handshake", f"{who} takes calls only after a Hello on the same connection", 0.0)
 
     def _run(
-        self, peer: bytes, call: ExpertCall, epoch: int, rows: Any, pair_rows: Any, pair_experts: Any
+        self,
+        peer: bytes,
+        call: ExpertCall | SlicedCall,
+        epoch: int,
+        rows: Any,
+        pair_rows: Any,
+        pair_experts: Any,
+        masks: Any = None,
     ) -> tuple[Message, tuple[Any, ...]]:
         node, residents = self._identity.node, self.residents.get(epoch)
         self._refuse_stranger(peer)
@@ -256,13 +264,14 @@ class ExpertService(threading.Thread):
             named = experts if absent is None else experts[absent[experts]]
             names = ", ".join(map(str, named.unique().tolist()))
             raise Refusal("not_resident", f"{node} does not hold layer {call.layer} experts {names}", 0.5)
+        slices = _slices_of(call, masks, num_pairs, bank.F, node)
         began = self._clock.now()
         x = (
             torch.from_numpy(rows)
             if rows.dtype.kind == "f"
             else torch.from_numpy(rows).view(torch.bfloat16).float()
         )
-        outputs = ops.grouped_ffn(x, torch.from_numpy(pair_rows), experts, bank)
+        outputs = run_pairs(x, torch.from_numpy(pair_rows), experts, bank, slices)
         compute_s = self._clock.now() - began
         counters = self.counters
         counters.calls += 1
@@ -270,3 +279,20 @@ class ExpertService(threading.Thread):
         counters.pairs += num_pairs
         counters.busy_s += compute_s
         return ExpertReply(layer=call.layer, compute_s=compute_s), (outputs.numpy(),)
+
+
+def _slices_of(
+    call: ExpertCall | SlicedCall, masks: Any, num_pairs: int, width: int, node: str
+) -> Slices | None:
+    """What the pairs of a sliced call want, checked; None for whole experts."""
+    if not isinstance(call, SlicedCall):
+        return None
+    full = (1 << call.num_parts) - 1
+    if len(masks) != num_pairs or width % call.num_parts:
+        raise Refusal(
+            "shape",
+            f"{node} runs experts of width {width} for {num_pairs} pairs, found {len(masks)} masks of {call.num_parts} parts",
+        )
+    if num_pairs and not (masks.min() >= 0 and masks.max() <= full):
+        raise Refusal("shape", f"a pair names slices outside 0 to {full}")
+    return Slices(torch.from_numpy(masks), call.num_parts)

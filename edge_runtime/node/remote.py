@@ -16,9 +16,9 @@ from torch import Tensor
 
 from edge_runtime.clock import Clock
 from edge_runtime.errors import PeerError, Refusal
-from edge_runtime.model.moe import Beside, ExpertStore, LocalExperts, Missing
+from edge_runtime.model.moe import Beside, ExpertStore, LocalExperts, Missing, Slices, run_pairs
 from edge_runtime.node.peer_link import PeerLink
-from edge_runtime.protocol import Envelope, ExpertCall, ExpertReply
+from edge_runtime.protocol import Envelope, ExpertCall, ExpertReply, SlicedCall
 from edge_runtime.selector.choose import Choice, Slots
 from edge_runtime.selector.home import HomeSelector
 from edge_runtime.transport.calls import PeerCalls, Pending
@@ -157,7 +157,13 @@ class PlacedExperts:
             link.close()
 
     def run(
-        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        out: Tensor,
+        beside: Beside = None,
+        slices: Slices | None = None,
     ) -> Missing | None:
         """See ExpertPort. x [T, D] float32, expert_ids [T, K] int32, out [T*K, D] float32.
 
@@ -167,13 +173,15 @@ class PlacedExperts:
         if self._is_local[layer]:
             self._served_by = None
             began = self._clock.now()
-            absent = self._local.run(layer, x, expert_ids, out, beside)
+            absent = self._local.run(layer, x, expert_ids, out, beside, slices)
             self.times.local += self._clock.now() - began
             return absent
         deadline = self._clock.now() + self._deadline_s
         self._served_by = self._table_numpy[layer][expert_ids.numpy()]
         served_by = self._served_by.reshape(-1)
-        failed = self._run_once(layer, x, expert_ids, out, deadline, beside)
+        if slices is not None:
+            self._served_by[slices.masks.numpy() == 0] = NOBODY  # not a slice of theirs runs: nobody is asked
+        failed = self._run_once(layer, x, expert_ids, out, deadline, beside, slices)
         flat = expert_ids.reshape(-1)
         num_columns = expert_ids.shape[1]
         missing: list[Tensor] = []
@@ -189,7 +197,11 @@ class PlacedExperts:
             # One slot per line: the retried slots as a step of their own, on the rows they belong to.
             retried = torch.empty(len(failed), out.shape[1])
             rows = x[failed // num_columns].contiguous()
-            again = self._run_once(layer, rows, flat[failed].view(-1, 1).contiguous(), retried, deadline)
+            part = None
+            if slices is not None:
+                part = slices._replace(masks=slices.masks.view(-1)[failed].view(-1, 1))
+            ids = flat[failed].view(-1, 1).contiguous()
+            again = self._run_once(layer, rows, ids, retried, deadline, slices=part)
             came = torch.ones(len(failed), dtype=torch.bool)
             if again is not None:
                 came[again] = False
@@ -206,13 +218,14 @@ class PlacedExperts:
         gate_weights: Tensor,
         hidden: Tensor,
         out: Tensor,
+        slices: Slices | None = None,
     ) -> bool | None:
         """See ExpertPort."""
         if not self._is_local[layer]:
             return None
         self._served_by = None
         began = self._clock.now()
-        is_finite = self._local.add_here(layer, x, expert_ids, gate_weights, hidden, out)
+        is_finite = self._local.add_here(layer, x, expert_ids, gate_weights, hidden, out, slices)
         self.times.local += self._clock.now() - began
         return is_finite
 
@@ -224,6 +237,7 @@ class PlacedExperts:
         out: Tensor,
         deadline: float,
         beside: Beside = None,
+        slices: Slices | None = None,
     ) -> Tensor | None:
         """Call every host once. Returns the flat slots [n] int64 that stay unfilled, None if none does.
 
@@ -232,12 +246,19 @@ class PlacedExperts:
         times, now = self.times, self._clock.now
         began = now()
         num_hosts = len(self.host_names)
-        split = ops.dispatch(expert_ids, self._table[layer], num_hosts)
+        table, wanted = self._table[layer], expert_ids
+        if slices is not None:  # pairs that run no slice go to an expert beyond the last, which nobody hosts
+            skipped = slices.masks == 0
+            wanted = torch.where(skipped, len(table), expert_ids)
+            out[skipped.view(-1)] = 0.0
+            table = torch.cat([table, torch.tensor([NOBODY], dtype=table.dtype)])
+        split = ops.dispatch(wanted, table, num_hosts)
         offsets, row_offsets = split.offsets.tolist(), split.row_offsets.tolist()
         pairs, rows, pair_rows = split.pairs.numpy(), split.rows.numpy(), split.pair_rows.numpy()
         experts = expert_ids.numpy().reshape(-1)[pairs]
+        masks = None if slices is None else slices.masks.numpy().reshape(-1)[pairs]
         called = [host for host in range(1, num_hosts) if offsets[host + 1] > offsets[host]]
-        tensors = [
+        tensors: list[tuple[np.ndarray, ...]] = [
             (
                 rows[row_offsets[host] : row_offsets[host + 1]],
                 pair_rows[offsets[host] : offsets[host + 1]],
@@ -245,7 +266,13 @@ class PlacedExperts:
             )
             for host in called
         ]
-        pending = self._send(layer, x.numpy(), called, tensors, deadline) if called else None
+        if masks is not None:
+            tensors = [
+                (*each, masks[offsets[host] : offsets[host + 1]])
+                for host, each in zip(called, tensors, strict=True)
+            ]
+        num_parts = 0 if slices is None else slices.num_parts
+        pending = self._send(layer, x.numpy(), called, tensors, deadline, num_parts) if called else None
         sent_at = now()
         if beside is not None:
             beside()
@@ -255,7 +282,8 @@ class PlacedExperts:
             bank = self._store.bank(layer)
             assert bank is not None, f"layer {layer} has own experts in the table but none in the store"
             local_rows = torch.from_numpy(pairs[:num_local] // np.int32(expert_ids.shape[1]))
-            local = ops.grouped_ffn(x, local_rows, torch.from_numpy(experts[:num_local]), bank)
+            own = None if masks is None else Slices(torch.from_numpy(masks[:num_local]), num_parts)
+            local = run_pairs(x, local_rows, torch.from_numpy(experts[:num_local]), bank, own)
             out_rows[pairs[:num_local]] = local.numpy()
         local_at = now()
 
@@ -271,11 +299,14 @@ class PlacedExperts:
                 if not self._take(host, outcome, slots, out_rows):
                     unfilled.append(slots)
         if offsets[-1] < expert_ids.numel():
-            unfilled.append(np.setdiff1d(np.arange(expert_ids.numel()), pairs))
+            asked = np.arange(expert_ids.numel())
+            if slices is not None:
+                asked = asked[slices.masks.numpy().reshape(-1) != 0]
+            unfilled.append(np.setdiff1d(asked, pairs))
         times.send += sent_at - began
         times.local += local_at - sent_at
         times.wait += now() - local_at
-        if not unfilled:
+        if not any(map(len, unfilled)):
             return None
         self._look_at_s = 0.0
         self._look()
@@ -295,12 +326,17 @@ class PlacedExperts:
         layer: int,
         x: np.ndarray,
         called: Sequence[int],
-        parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
+        parts: Sequence[tuple[np.ndarray, ...]],
         deadline: float,
+        num_parts: int,
     ) -> Pending:
-        """One message per host: its rows of x, each once, and which expert each pair wants of which row."""
-        tensors = [(x[rows], pair_rows, experts) for rows, pair_rows, experts in parts]
-        for host, (rows, _, experts) in zip(called, tensors, strict=True):
+        """One message per host: its rows of x, each once, and which expert, or which slices of it, a pair wants of a row.
+
+        num_parts  0 for whole experts
+        """
+        tensors = [(x[rows], *pairs) for rows, *pairs in parts]
+        call = SlicedCall(layer=layer, num_parts=num_parts) if num_parts else ExpertCall(layer=layer)
+        for host, (rows, _, experts, *_masks) in zip(called, tensors, strict=True):
             traffic = self.traffic[self.host_names[host]]
             traffic.calls += 1
             traffic.rows += len(rows)
@@ -310,7 +346,7 @@ class PlacedExperts:
         ttl_s = max(0.0, deadline - self._clock.now()) / 2
         return self._calls.send(
             [self._links[host - 1].channel for host in called],
-            [ExpertCall(layer=layer)] * len(called),
+            [call] * len(called),
             tensors,
             epoch=self._epoch,
             ttl_s=ttl_s,

@@ -11,6 +11,7 @@ import numpy as np
 
 from edge_runtime.cache.block_pool import BLOCK_SHIFT, BLOCK_TOKENS
 from edge_runtime.cache.prefix import HASH_BYTES
+from edge_runtime.elastic.tiers import Elasticity, tier_of
 from edge_runtime.engine.bill import Account
 from edge_runtime.engine.engine import Ended, Output
 from edge_runtime.engine.request import (
@@ -50,6 +51,7 @@ def make_request(
     context_tokens: int,
     now: float,
     encoder: EncoderSpec | None = None,
+    elasticity: Elasticity | None = None,
 ) -> Request:
     """Tokenise and check. Raises RequestError with one sentence for whatever is the user's to mend.
 
@@ -70,6 +72,7 @@ def make_request(
         prompt_ids = list(generate.prompt_ids or ())
     params = read_params(generate.sampling)
     check_params(params, vocab_size)
+    tier = tier_of(elasticity, k=params.k, sub_experts=params.sub_experts, service=params.service)
     if params.seed is None:
         raise RequestError("a request needs a seed; the coordinator draws one where the client gives none")
     check_prompt(prompt_ids, vocab_size, context_tokens - (BLOCK_TOKENS if encoder else 0))
@@ -92,6 +95,7 @@ def make_request(
         user=generate.user,
         trace=generate.trace,
         wants_counts=generate.prefill_only and encoder is None,
+        tier=tier,
     )
 
 

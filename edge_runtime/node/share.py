@@ -16,6 +16,10 @@ from edge_runtime.cache.block_store import BlockStore
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.cache.signatures import SignatureCache
 from edge_runtime.clock import Clock
+from edge_runtime.elastic.gates import ProxyGates
+from edge_runtime.elastic.sub_experts import SubExperts, read_sub_experts
+from edge_runtime.elastic.tiers import Elasticity
+from edge_runtime.engine.dropped import DroppedMass
 from edge_runtime.engine.engine import Engine, Output
 from edge_runtime.engine.later_stage import LaterStage
 from edge_runtime.engine.pipeline import PipelineEngine
@@ -24,7 +28,7 @@ from edge_runtime.engine.request_table import RequestTable
 from edge_runtime.engine.runner import Runner
 from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
 from edge_runtime.engine.stage_step import StageLimits
-from edge_runtime.errors import EdgeError, Refusal
+from edge_runtime.errors import ArtifactError, EdgeError, Refusal
 from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.build import add_experts, empty_store, load_trunk, trunk_names
 from edge_runtime.model.checkpoint import Checkpoint
@@ -121,6 +125,12 @@ class LoadedShare:
     def planned_bytes(self) -> int:
         return self.settings.planned_bytes
 
+    @property
+    def elasticity(self) -> Elasticity | None:
+        """How far requests may go below the whole model here; None if not at all."""
+        gates = self.runner.gates if self.runner is not None else None
+        return gates.elasticity if gates is not None else None
+
     def switch_to(self, running: Engine) -> tuple[Engine, list[Output]]:
         """Take the next steps over from `running`, which serves another placement. On the engine's own thread.
 
@@ -178,6 +188,20 @@ def hosts_of(deploy: Deploy) -> dict[ExpertId, Sequence[str]]:
     }
 
 
+def sub_experts_by(cluster: Cluster, checkpoint: Checkpoint) -> SubExperts | None:
+    """How a topology file has experts split; None if it does not. ArtifactError where it does and nothing says how."""
+    if not cluster.sub_experts:
+        return None
+    artifact = find_artifact(cluster, checkpoint.model_hash)
+    found = None if artifact is None else read_sub_experts(artifact, checkpoint.spec)
+    if found is None:
+        raise ArtifactError(
+            f"sub_experts = true, but no calibration artifact of {cluster.model} has a section partition; run "
+            f"`edge-runtime calibrate prism {cluster.model} --corpus FOLDER`, or name its folder by `calibration`"
+        )
+    return found
+
+
 def load_share(
     deploy: Deploy,
     checkpoint: Checkpoint,
@@ -190,12 +214,14 @@ def load_share(
     held: LoadedShare | None = None,
     fetch: Fetch | None = None,
     learned: Learned | None = None,
+    parts: SubExperts | None = None,
 ) -> LoadedShare:
     """Read the share's tensors and build what runs them. Refused before anything is allocated if it cannot fit.
 
     held     the share that is being served: what both have is not read again
     fetch    brings the parts it is given into the checkpoint's folder, where that does not hold everything
     learned  what calibration found, for requests that may spend quality
+    parts    how experts are split; None for whole ones
     """
     try:
         settings = msgspec.convert(deploy.settings, ShareSettings)
@@ -230,6 +256,9 @@ def load_share(
         missing,
         weight_format=settings.weight_format,
         progress=lambda done, _, what: progress(done, total, what),
+        order_of=lambda expert: (
+            None if parts is None else parts.layers[expert.layer].permutation[expert.index]
+        ),
     )
     digest = share_digest(deploy)
     if not has_trunk:
@@ -305,7 +334,10 @@ def load_share(
         model_hash=checkpoint.model_hash,
         tokenizer_hash=tokenizer.content_hash if tokenizer else "",
     )
-    runner = loaded.runner = _runner(share, settings, spec, trunk, experts, clock)
+    gates = None
+    if parts is not None and loaded.later is None:  # a stage is not told the tiers of its rows
+        gates = ProxyGates(checkpoint, parts, range(share.first_layer, share.last_layer))
+    runner = loaded.runner = _runner(share, settings, spec, trunk, experts, clock, gates)
     if loaded.later is None:
         assert runner.pages is not None, "a runner of a share has pages"
         blocks = BlockStore(scheduler.pool, runner.pages, runner.signatures)
@@ -364,6 +396,7 @@ def _runner(
     trunk: Trunk,
     experts: PlacedExperts,
     clock: Clock,
+    gates: ProxyGates | None = None,
 ) -> Runner:
     pages = KVPages(share.kv_blocks, spec.kv_shapes(share.first_layer, share.last_layer))
     signatures = None
@@ -377,6 +410,8 @@ def _runner(
         decoder=decoder_of(spec, trunk, pages, max_rows=settings.max_batch_rows, counts=counts),
         signatures=signatures,
         pages=pages,
+        gates=gates,
+        dropped=DroppedMass(gates.sensitivity if gates is not None else None),
         port=experts,
         table=RequestTable(settings.max_requests, settings.context_tokens),
         clock=clock,

@@ -20,7 +20,7 @@ from edge_runtime.engine.request_table import RequestTable
 from edge_runtime.engine.runner import Runner
 from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
 from edge_runtime.model.decoder import Decoder
-from edge_runtime.model.moe import Beside, ExpertStore, LocalExperts, Missing
+from edge_runtime.model.moe import Beside, ExpertStore, LocalExperts, Missing, Slices
 from edge_runtime.model.sampling import Sampler
 from edge_runtime.protocol import ExpertCall, encode
 from kernels import ops
@@ -68,7 +68,13 @@ class _Resident(LocalExperts):
         return False
 
     def run(
-        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        out: Tensor,
+        beside: Beside = None,
+        slices: Slices | None = None,
     ) -> Missing | None:
         bank = self._own.bank(layer)
         if bank is None:
@@ -82,15 +88,22 @@ class _Resident(LocalExperts):
             self._stand_ins[layer] = held[torch.arange(num_experts) % len(held)]
         chosen = self._stand_ins[layer][expert_ids.long()]
         began = self._clock.now()
-        missing = super().run(layer, x, chosen, out, beside)
+        missing = super().run(layer, x, chosen, out, beside, slices)
         self._count(began, chosen)
         return missing
 
     def add_here(
-        self, layer: int, x: Tensor, expert_ids: Tensor, gate_weights: Tensor, hidden: Tensor, out: Tensor
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        gate_weights: Tensor,
+        hidden: Tensor,
+        out: Tensor,
+        slices: Slices | None = None,
     ) -> bool | None:
         began = self._clock.now()
-        is_finite = super().add_here(layer, x, expert_ids, gate_weights, hidden, out)
+        is_finite = super().add_here(layer, x, expert_ids, gate_weights, hidden, out, slices)
         if is_finite is not None:
             self._count(began, expert_ids)
         return is_finite

@@ -345,6 +345,23 @@ class ExpertCall(Message, frozen=True):
     layer: Index
 
 
+class SlicedCall(Message, frozen=True):
+    """Run parts of experts of one layer for rows of a step: an ExpertCall whose pairs say which slices they want.
+
+    masks      [P] int32   bit s for slice s of `num_parts` equal runs of the expert's neurons
+    Answered by ExpertReply.
+    """
+
+    max_body_bytes: ClassVar[int] = 1 << 10
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (
+        *ExpertCall.tensors,
+        TensorSpec("masks", ("int32",), 1),
+    )
+
+    layer: Index
+    num_parts: Annotated[int, Meta(ge=1, le=8)] = 1
+
+
 class ExpertReply(Message, frozen=True):
     """The answer to ExpertCall: outputs [P, D] float32, unweighted, in the order of the pairs.
 

@@ -10,7 +10,7 @@ import torch
 
 from edge_runtime.clock import Clock, ManualClock, SystemClock
 from edge_runtime.model.build import add_experts, empty_store
-from edge_runtime.model.moe import ExpertStore
+from edge_runtime.model.moe import ExpertStore, LocalExperts, Slices
 from edge_runtime.node import remote
 from edge_runtime.node.expert_service import ExpertService, Residents
 from edge_runtime.node.peer_link import PeerLink
@@ -140,8 +140,6 @@ def run(placed: PlacedExperts, layer: int = 2, seed: int = 0):
 
 @pytest.fixture(scope="module")
 def truth(whole) -> torch.Tensor:
-    from edge_runtime.model.moe import LocalExperts
-
     x, ids = rows()
     out = torch.empty(20, 256)
     assert LocalExperts(whole.store, "here").run(2, x, ids, out) is None
@@ -307,3 +305,36 @@ class TestWhoIsWaitedFor:
         assert placed.may_be_replaced()
         clock.advance(remote.REPLACING_S)
         assert not placed.may_be_replaced()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_slices_elsewhere_give_the_bits_of_slices_here_and_whole_experts_left_out_call_nobody(whole, hosts):
+    x, ids = rows()
+    masks = torch.randint(0, 16, (5, 4), generator=torch.Generator().manual_seed(3)).int()
+    masks[0] = 0  # a row that runs nothing here
+    slices = Slices(masks, 4)
+    expected, out = torch.empty(20, 256), torch.full((20, 256), torch.nan)
+    assert LocalExperts(whole.store, "here").run(2, x, ids, expected, None, slices) is None
+    with (
+        host(whole, "n1") as (_, one),
+        host(whole, "n2") as (_, two),
+        home(whole, *(one, two)[:hosts]) as placed,
+    ):
+        placed.begin_step()
+        assert placed.run(2, x, ids, out, None, slices) is None
+        served = placed.served_by()
+        assert sum(traffic.pairs for traffic in placed.traffic.values()) == int((masks != 0).sum())
+        assert sum(traffic.rows for traffic in placed.traffic.values()) <= 4 * hosts
+    assert torch.equal(out, expected)
+    assert ((served == -1) == (masks == 0).numpy()).all()
+
+
+def test_a_host_refuses_slices_that_do_not_exist(whole):
+    x, ids = rows()
+    with host(whole, "n1") as (service, one), home(whole, one) as placed:
+        placed.begin_step()
+        wrong = Slices(torch.full((5, 4), 99, dtype=torch.int32), 4)
+        out = torch.empty(20, 256)
+        missing = placed.run(2, x, ids, out, None, wrong)
+        assert missing is not None and "slices outside 0 to 15" in missing.why
+        assert service.counters.refused == 1

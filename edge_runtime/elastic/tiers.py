@@ -1,0 +1,111 @@
+"""Tiers: how many sub-experts a request's tokens may use, from what the request says. Pure.
+
+A tier K counts sub-experts per token and layer; N * k0 is the model as trained. Tier 0 stands for that too, and for models
+that are not split: rows of tier 0 take the plain path.
+"""
+
+import math
+
+import msgspec
+
+from edge_runtime.errors import RequestError
+
+FULL = 0
+
+SERVICE_LEVELS = {"full": 1.0, "balanced": 0.5, "economy": 0.25}
+"""Share of the full tier that a level buys, rounded up."""
+
+
+class Elasticity(msgspec.Struct, frozen=True):
+    """How far a model can be cut down: N sub-experts of each of k0 experts."""
+
+    num_parts: int
+    top_k: int
+
+    @property
+    def full_tier(self) -> int:
+        """N * k0."""
+        return self.num_parts * self.top_k
+
+
+def tier_of(
+    elasticity: Elasticity | None,
+    *,
+    k: float | None = None,
+    sub_experts: int | None = None,
+    service: str | None = None,
+) -> int:
+    """The tier that a request asks for; FULL if it asks for nothing, or for everything.
+
+    elasticity   of the model that serves; None if its experts are not split
+    k            experts per token, fractions of an expert included: rounded up to whole sub-experts
+    sub_experts  the tier itself
+    service      one of SERVICE_LEVELS
+    """
+    given = {
+        name: value
+        for name, value in (("k", k), ("sub_experts", sub_experts), ("service", service))
+        if value is not None
+    }
+    if not given:
+        return FULL
+    if len(given) > 1:
+        raise RequestError(f"a request says one of k, sub_experts and service, found {', '.join(given)}")
+    if service is not None and service not in SERVICE_LEVELS:
+        raise RequestError(f"service is {service!r}; allowed is one of {', '.join(SERVICE_LEVELS)}")
+    if service == "full":
+        return FULL
+    if elasticity is None:
+        raise RequestError(
+            f"{next(iter(given))} needs experts that are split, and those served are whole; run `edge-runtime "
+            "calibrate prism` and set `sub_experts = true` in the topology file"
+        )
+    N, full = elasticity.num_parts, elasticity.full_tier
+    if k is not None:
+        if not math.isfinite(k) or not 1 / N <= k <= elasticity.top_k:
+            raise RequestError(
+                f"k is {k}; allowed is {1 / N:g} to {elasticity.top_k} experts per token, in steps of {1 / N:g}"
+            )
+        tier = math.ceil(N * k - 1e-9)
+    elif sub_experts is not None:
+        if not 1 <= sub_experts <= full:
+            raise RequestError(
+                f"sub_experts is {sub_experts}; allowed is 1 to {full}, which is {N} of each of {elasticity.top_k} experts"
+            )
+        tier = sub_experts
+    else:
+        tier = math.ceil(SERVICE_LEVELS[str(service)] * full)
+    return FULL if tier == full else tier
+
+
+def over_serving(asked: list[int], ran: list[int]) -> float:
+    """Sub-experts that ran beyond what was asked, by those asked."""
+    return sum(b - a for a, b in zip(asked, ran, strict=True)) / max(sum(asked), 1)
+
+
+def split_tier(tier: int, sensitivity: list[list[float]]) -> list[int]:
+    """Spread L * tier sub-experts over the layers so that the expected loss is least: K of each layer, by dynamic programming.
+
+    sensitivity  [L][N * k0]  expected loss of a layer that runs 1, 2, .. N * k0 sub-experts
+    """
+    full = len(sensitivity[0])
+    total = len(sensitivity) * tier
+    best: list[float] = [0.0] + [math.inf] * total
+    choices: list[list[int]] = []
+    for losses in sensitivity:
+        following, chosen = [math.inf] * (total + 1), [0] * (total + 1)
+        for spent, loss in enumerate(best):
+            if loss == math.inf:
+                continue
+            for own in range(1, min(full, total - spent) + 1):
+                tried = loss + losses[own - 1]
+                if tried < following[spent + own]:
+                    following[spent + own], chosen[spent + own] = tried, own
+        best = following
+        choices.append(chosen)
+    spent = min(range(total + 1), key=lambda n: (best[n], n))
+    tiers = []
+    for chosen in reversed(choices):
+        tiers.append(chosen[spent])
+        spent -= chosen[spent]
+    return tiers[::-1]
