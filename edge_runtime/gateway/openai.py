@@ -27,6 +27,9 @@ PASSED_ON = (
     "repetition_penalty",
     "stop_token_ids",
     "ignore_eos",
+    "k",
+    "sub_experts",
+    "service",
 )
 IGNORED = frozenset(
     {
