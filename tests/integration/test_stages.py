@@ -111,7 +111,7 @@ def test_a_stage_that_is_killed_costs_its_streams_a_pause_and_no_token(
     pairs.start_node("d")
     pairs.wait_until_ready()
     wait_for(
-        lambda: pairs.status()["change"] is None and pairs.node("d")["layers"], "d has layers again", 30.0
+        lambda: pairs.status()["change"] is None and pairs.node("d")["used_for"], "d has a part again", 30.0
     )
     assert told(Streams(pairs, prompts)) == expected
 
@@ -119,12 +119,12 @@ def test_a_stage_that_is_killed_costs_its_streams_a_pause_and_no_token(
 def test_streams_run_on_while_the_file_goes_from_stages_to_homes_and_back(
     pairs: LocalCluster, one_node: LocalCluster
 ) -> None:
-    prompts = greedy_prompts(greedy.prompts()[:16], 250)
+    prompts = greedy_prompts(greedy.prompts()[:16], 150)
     expected = told(Streams(one_node, prompts))
     streams = Streams(pairs, prompts)
     text = pairs.topology.read_text()
     edited = pairs.topology.parent / "edited.toml"
-    for number, plan in enumerate(("home", "stages", "home", "stages")):
+    for number, plan in enumerate(("home", "stages")):
         wait_for(
             lambda: streams.all_run and streams.num_tokens > 300 * (number + 1),  # noqa: B023
             "streams run",
