@@ -176,12 +176,6 @@ def read_tau(value: object) -> float:
     return float(value)
 
 
-def read_flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"expected true or false, found {_kind(value)}")
-    return value
-
-
 def read_memory_ratio(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"expected a number from 1.0 on, found {_kind(value)}")
