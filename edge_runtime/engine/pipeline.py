@@ -61,8 +61,8 @@ class PipelineEngine(Engine):
     """Steps over the requests it was given, with the layers after its own elsewhere.
 
     runner      the first layers
-    patience_s  how long a step may take in all, and how long the next stage may be out of reach, before the requests
-                are given back: another group may go on with them
+    patience_s  how long a step may take for each stage, and how long the next stage may be out of reach, before the
+                requests are given back: another group may go on with them
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class PipelineEngine(Engine):
         """Start one more step if a stage could be without work, and give up what takes too long."""
         now = self.clock.now()
         self._may_start = False
-        late = next((step for step in self._under_way.values() if now - step.sent_s > self._patience_s), None)
-        if late is not None:
+        patience_s = self._patience_s * len(self.stages.nodes)
+        if any(now - step.sent_s > patience_s for step in self._under_way.values()):
             nodes = ", ".join(self.stages.nodes[1:])
-            return self._give_back(f"no result came from {nodes} within {self._patience_s:g} s")
+            return self._give_back(f"no result came from {nodes} within {patience_s:g} s")
         why = self.stages.look()
         if why:
             self.abandon_all()  # what was on its way went with the connection

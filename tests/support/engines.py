@@ -107,6 +107,10 @@ class Lacking:
         return Missing(slots, self.why)
 
 
+def scheduler_of(settings: SchedulerSettings, num_blocks: int) -> Scheduler:
+    return Scheduler(settings, BlockPool(num_blocks), model_hash="model", tokenizer_hash="tokenizer")
+
+
 def engine_of(
     whole: Whole,
     *,
@@ -137,7 +141,7 @@ def engine_of(
         max_rows=max_rows,
         max_running=max_running,
     )
-    scheduler = Scheduler(settings, BlockPool(num_blocks), model_hash="model", tokenizer_hash="tokenizer")
+    scheduler = scheduler_of(settings, num_blocks)
     runner = stages[0] if len(stages) == 1 else StagedRunner(stages)
     return Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
 
@@ -191,7 +195,6 @@ def pipeline_of(
     max_rows: int = 64,
     max_running: int = 8,
     context_tokens: int = 512,
-    eos_ids: tuple[int, ...] = (),
     port: Callable[[str], HostedExperts] | None = None,
     clock: Clock | None = None,
     patience_s: float = 10.0,
@@ -214,13 +217,9 @@ def pipeline_of(
         for runner in runners[1:]
     ]
     settings = SchedulerSettings(
-        vocab_size=spec.vocab_size,
-        context_tokens=context_tokens,
-        eos_ids=eos_ids,
-        max_rows=max_rows,
-        max_running=max_running,
+        vocab_size=spec.vocab_size, context_tokens=context_tokens, max_rows=max_rows, max_running=max_running
     )
-    scheduler = Scheduler(settings, BlockPool(num_blocks), model_hash="model", tokenizer_hash="tokenizer")
+    scheduler = scheduler_of(settings, num_blocks)
     return PipelineEngine(scheduler, runners[0], ChainedStages(nodes, later, ports[1:]), clock, patience_s)
 
 
