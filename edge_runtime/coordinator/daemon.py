@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -114,6 +115,7 @@ class CoordinatorDaemon:
         self._routes.follow(cluster, placement)
         self._epochs.joint = self._routes.joint
         self._routed = (cluster, placement)
+        self._refitting: threading.Thread | None = None
         self._footprint = footprint
         self._clock = clock
         self._keys = keys
@@ -187,6 +189,7 @@ class CoordinatorDaemon:
         self._tick_at_s = now + TICK_S
         self._apply(states.Tick())
         self._find_homes()
+        self._refit(now)
         for client in self._outbox.flush():
             self._client_gone(client)
         for record in list(self._state.nodes.values()):
@@ -431,7 +434,7 @@ class CoordinatorDaemon:
         handoff = Handoff(
             self._address_of(name), message.cached_tokens, timing=message.timing, served=message.served
         )
-        signature = self._routes.signature(counts)
+        signature = self._routes.signature(counts, self._clock.now())
         named = [row.tobytes() for row in hashes]
         self._streams.prefilled(message.request_id, handoff, named, signature, self._clock.now())
         self._find_homes()
@@ -533,6 +536,14 @@ class CoordinatorDaemon:
 
     def _apply(self, event: states.Event) -> None:
         self._carry_out(self._epochs.apply(event, self._clock.now()))
+
+    def _refit(self, now: float) -> None:
+        """Let the router follow what is asked, beside the loop: one thread at a time, and one write at its end."""
+        if self._refitting is None or not self._refitting.is_alive():
+            refit = self._routes.refit_due(now)
+            if refit is not None:
+                self._refitting = threading.Thread(target=refit, name="refit", daemon=True)
+                self._refitting.start()
 
     def _follow_placement(self) -> None:
         """Let the router know when another file or placement counts."""

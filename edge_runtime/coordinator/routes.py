@@ -6,7 +6,7 @@ there are, again when they change.
 
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from edge_runtime.routing.baselines import (
 from edge_runtime.routing.clusters import Clusters
 from edge_runtime.routing.fit import SignatureFit, band_for
 from edge_runtime.routing.locality_band import BandRule, LocalityBand
+from edge_runtime.routing.online import SignatureWindow, follow
 from edge_runtime.routing.prefill_ring import HASHED_BYTES, PrefillRing
 from topology.cluster import DECODE, Cluster
 from topology.costs import ModelFootprint
@@ -52,6 +53,7 @@ class Routes:
         self.num_prompt_blocks: dict[str, int] = {}
         self.num_hit_blocks: dict[str, int] = {}
         self._band: LocalityBand | None = None
+        self._window = SignatureWindow()
         self.follow(cluster, None)
 
     def follow(self, cluster: Cluster, placement: Placement | None) -> None:
@@ -76,6 +78,26 @@ class Routes:
             clusters = self.clusters_for(len(homes))
             self._band = band_for(self._fit, homes, rule, clusters=clusters, resident=resident)
             self._router = self._band
+            self._window = SignatureWindow()
+
+    def refit_due(self, now: float) -> Callable[[], None] | None:
+        """What makes clusters of the latest requests, if that is wanted and due; a moment's work, for a thread of its own."""
+        band = self._band
+        if not self._cluster.routing.refit or self.policy != ELDR or band is None:
+            return None
+        signatures = self._window.take(len(band.centroids), now)
+        if signatures is None:
+            return None
+
+        def refit() -> None:
+            try:
+                found = follow(band, signatures)
+            except ArtifactError:  # signatures that are all alike tell no homes apart: the clusters stay
+                return
+            if self._band is band:
+                self._band = self._router = found
+
+        return refit
 
     def refuse(self, cluster: Cluster) -> None:
         """Raise ArtifactError if `follow` could not follow this file."""
@@ -137,7 +159,7 @@ class Routes:
             ring = self._rings[tuple(workers)] = PrefillRing(workers)
         return ring.choose(first_bytes(submit), loads)
 
-    def signature(self, counts: np.ndarray) -> np.ndarray | None:
+    def signature(self, counts: np.ndarray, now: float) -> np.ndarray | None:
         """The signature of a prompt's counts [L, E]; None where it is not needed or cannot be had."""
         if (
             self._fit is None
@@ -145,7 +167,9 @@ class Routes:
             or counts.shape != self._fit.rule.weights.shape
         ):
             return None
-        return self._fit.rule.signature(counts)
+        signature = self._fit.rule.signature(counts)
+        self._window.see(signature, now)
+        return signature
 
     def choose_home(
         self,

@@ -27,17 +27,23 @@ class Clusters(NamedTuple):
 
 
 def fit_clusters(
-    signatures: np.ndarray, num_clusters: int, *, seed: int = SEED, balanced: bool = True
+    signatures: np.ndarray,
+    num_clusters: int,
+    *,
+    seed: int = SEED,
+    balanced: bool = True,
+    start: Floats | None = None,
 ) -> Clusters:
     """Spherical k-means. Balanced: no cluster has more than ceil(N / C) members, by an optimal assignment each round.
 
     signatures  [N, dim], each of unit length
+    start       [C, dim] centroids to begin with; None draws them
 
     Raises ArtifactError for signatures that tell nothing: too few, all 0, or all alike.
     """
     X = np.ascontiguousarray(signatures, dtype=np.float32)
     refuse_useless(X, num_clusters)
-    centroids = _spread_seeds(X, num_clusters, np.random.default_rng(seed))
+    centroids = _spread_seeds(X, num_clusters, np.random.default_rng(seed)) if start is None else start
     labels = np.zeros(len(X), dtype=np.intp)
     rounds, stands = 0, False
     while rounds < ROUNDS and not stands:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topology.cluster import Cluster, Link, Pin, find_node, is_loopback, split_address
+from topology.cluster import Cluster, Link, Pin, Routing, find_node, is_loopback, split_address
 from topology.errors import ClusterFileError, Fault, TopologyError, UnknownNode
 from topology.ids import ExpertId
 from topology.parse import parse_cluster
@@ -557,3 +557,34 @@ def test_a_number_of_stages_is_from_2_to_8_and_of_the_plan_stages_alone() -> Non
         assert only_fault(text).message == f"{wrong} stages; give 2 to 8"
     fault = only_fault(changed('name = "home"', 'name = "home"\nstages = 3'))
     assert fault.message == 'counts only with plan = "stages"'
+
+
+def test_routing_has_its_defaults_and_can_be_told_otherwise():
+    assert parse_cluster(GOOD).routing == Routing()
+    text = GOOD + '\n[routing]\npolicy = "eldr"\ntau = 0.2\nmin_candidates = 2\ncount_transfer = false\n'
+    routing = parse_cluster(text).routing
+    assert (routing.policy, routing.tau, routing.min_candidates, routing.count_transfer) == (
+        "eldr",
+        0.2,
+        2,
+        False,
+    )
+    assert str(routing) == "eldr, tau 0.2, min_candidates 2, count_transfer False"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('policy = "elder"', 'did you mean "eldr"'),
+        ("tau = 1.5", "from 0 (best match alone) to 1 (load alone), found 1.5"),
+        ("tau = true", "found the boolean true"),
+        ("min_candidates = 0", "from 1"),
+        ('count_speed = "yes"', "expected true or false"),
+        ("policies = 1", "unknown key"),
+    ],
+)
+def test_routing_that_cannot_be_is_refused_with_its_line(line, told):
+    with pytest.raises(ClusterFileError) as caught:
+        parse_cluster(f"{GOOD}\n[routing]\n{line}\n")
+    [fault] = caught.value.faults
+    assert told in fault.message and fault.line == GOOD.count("\n") + 3

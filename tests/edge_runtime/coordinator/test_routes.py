@@ -64,8 +64,8 @@ def test_eldr_without_a_calibration_is_refused_in_one_sentence():
 
 def test_like_goes_to_like_unless_load_differs_and_the_band_allows():
     routes = Routes(separated("eldr"), PARTS, fit(), seed=1)
-    low = routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16))
-    high = routes.signature(np.array([[0, 0, 9, 9]] * 2, dtype=np.int16))
+    low = routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16), 0.0)
+    high = routes.signature(np.array([[0, 0, 9, 9]] * 2, dtype=np.int16), 0.0)
     first, second = routes.choose_home(loads(0, 0), low), routes.choose_home(loads(0, 0), high)
     assert {first, second} == {"a", "b"}
     busy = loads(9, 0) if first == "a" else loads(0, 9)
@@ -86,8 +86,8 @@ def test_a_fit_for_another_number_of_homes_is_made_anew_and_said_so():
 
 def test_counts_of_another_model_give_no_signature():
     routes = Routes(separated("eldr"), PARTS, fit(), seed=1)
-    assert routes.signature(np.zeros((0, 0), dtype=np.int16)) is None
-    assert routes.signature(np.zeros((3, 4), dtype=np.int16)) is None
+    assert routes.signature(np.zeros((0, 0), dtype=np.int16), 0.0) is None
+    assert routes.signature(np.zeros((3, 4), dtype=np.int16), 0.0) is None
 
 
 def test_homes_hold_the_experts_of_their_clusters_if_the_placement_knows_them():
@@ -102,7 +102,7 @@ def test_homes_hold_the_experts_of_their_clusters_if_the_placement_knows_them():
     signatures = {"a": traits.by_cluster[0], "b": traits.by_cluster[1]}
     for home, demand in signatures.items():
         counts = (demand * 100).astype(np.int16)
-        assert routes.choose_home(loads(0, 0), routes.signature(counts)) == home
+        assert routes.choose_home(loads(0, 0), routes.signature(counts, 0.0)) == home
     assert routes.joint(["a", "b"], None) == (None, None)
 
 
@@ -121,7 +121,9 @@ def test_a_placement_that_is_there_already_decides_which_home_gets_which_cluster
         routes = Routes(wanted, PARTS, fit(), seed=1)
         routes.follow(wanted, replace(placement, nodes=tuple(nodes)))
         swapped.append(
-            routes.choose_home(loads(0, 0), routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16)))
+            routes.choose_home(
+                loads(0, 0), routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16), 0.0)
+            )
         )
     assert swapped == ["a", "b"]
 
@@ -182,3 +184,32 @@ def test_only_nodes_that_prefill_for_a_router_that_asks_count():
     assert counts_wanted(separated("auto"), {"prefill"}) and not counts_wanted(cluster("a"), {"prefill"})
     assert not counts_wanted(separated("jsq"), {"prefill"})
     assert homes_of(separated()) == ("a", "b")
+
+
+def test_clusters_follow_what_is_asked_only_where_that_is_wanted():
+    for wanted in (False, True):
+        routes = Routes(separated("eldr", refit=wanted), PARTS, fit(), seed=1)
+        rng = np.random.default_rng(3)
+        for tick in range(60):
+            counts = np.zeros((2, 4), dtype=np.int16)
+            counts[:, (0, 3) if tick % 2 else (1, 2)] = rng.integers(5, 9, (2, 2))
+            signature = routes.signature(counts, tick / 10)
+            if tick < 50:
+                assert routes.refit_due(tick / 10) is None, "a whole window has not passed"
+        refit = routes.refit_due(6.0)
+        assert (refit is not None) == wanted
+        if refit is not None:
+            refit()
+            assert routes.refit_due(6.1) is None, "not again so soon"
+            other = routes.signature(np.array([[0, 7, 7, 0]] * 2, dtype=np.int16), 6.0)
+            homes = {routes.choose_home(loads(0, 0), each) for each in (signature, other)}
+            assert homes == {"a", "b"}, "kinds of requests that calibration did not know go apart"
+
+
+def test_requests_that_are_all_alike_change_no_clusters():
+    routes = Routes(separated("eldr", refit=True), PARTS, fit(), seed=1)
+    for tick in range(60):
+        routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16), tick / 10)
+    before = routes.body()
+    routes.refit_due(6.0)()
+    assert routes.body() == before

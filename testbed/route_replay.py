@@ -1,0 +1,198 @@
+"""Replay of recorded gate choices through a cluster of decode homes: the runtime's own routers, a cost model of steps.
+
+A discrete-event simulation. Requests arrive, are prefilled in turn, are routed when their first token is there, and
+decode one token per step of their home, all of a home's requests in one batch. What a step costs depends on how many
+distinct experts its tokens chose in each layer. Knows no model and no clock.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from edge_runtime.routing.base import HomeLoad, Question, Router
+from testbed.route_traces import Traces
+
+
+class Costs(NamedTuple):
+    """Seconds of a step: `fixed` + `per_row` * rows + layers * `per_expert` * (`base_experts` + distinct experts of a layer).
+
+    prefill_per_token  seconds of a prompt's token on a prefill worker
+    remote_call        seconds that a layer waits for experts that are elsewhere
+    """
+
+    fixed: float = 1.0e-3
+    per_row: float = 1.0e-4
+    per_expert: float = 1.0e-5
+    base_experts: float = 14.3
+    prefill_per_token: float = 1.0e-4
+    remote_call: float = 0.0
+
+
+class Arrival(NamedTuple):
+    """One request of a workload: which trace it follows, and when it comes."""
+
+    trace: int
+    at_s: float
+
+
+@dataclass
+class Home:
+    """A decode home at work."""
+
+    name: str
+    running: list[int] = field(default_factory=list)
+    waiting: deque[int] = field(default_factory=deque)
+    is_stepping: bool = False
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+
+class Outcome(NamedTuple):
+    """What one replay measured; latencies in milliseconds.
+
+    distinct        experts that a layer of a decode step touches, mean over steps
+    batch           rows of a decode step, mean
+    remote_calls    experts per decoded token, over all layers, that its home does not hold
+    imbalance       largest number of requests in flight at a home over the mean one, averaged over decisions
+    """
+
+    tpot_p50: float
+    tpot_p99: float
+    ttft_p50: float
+    distinct: float
+    batch: float
+    remote_calls: float
+    imbalance: float
+
+
+def arrivals(
+    traces: Traces, count: int, rate: float, rng: np.random.Generator, shares: Callable[[float], np.ndarray]
+) -> list[Arrival]:
+    """Poisson arrivals. shares(progress from 0 to 1) gives the weight of each domain at that point of the workload."""
+    members = [np.flatnonzero(traces.domain == index) for index in range(len(traces.domains))]
+    at, found = 0.0, []
+    for number in range(count):
+        at += rng.exponential(1.0 / rate)
+        weights = shares(number / count) * np.array([len(each) > 0 for each in members])
+        domain = rng.choice(len(members), p=weights / weights.sum())
+        found.append(Arrival(int(rng.choice(members[domain])), at))
+    return found
+
+
+def replay(
+    traces: Traces,
+    workload: Sequence[Arrival],
+    router: Router,
+    signatures: np.ndarray,
+    costs: Costs,
+    *,
+    num_homes: int,
+    num_workers: int = 1,
+    slots: int = 16,
+    model_layers: int = 0,
+    resident: np.ndarray | None = None,
+    warm_up: float = 0.2,
+) -> Outcome:
+    """Run a workload to its end.
+
+    signatures    [N, dim] of all traces, as the router wants them
+    model_layers  layers that costs count for, where fewer were recorded
+    resident      [H, L, E] what each home holds
+    warm_up       share of the requests, and of the steps, that is left out at the beginning
+    """
+    _, L, E = traces.prefill.shape
+    layers = model_layers or L
+    homes = [Home(f"n{index}") for index in range(num_homes)]
+    offsets = (np.arange(L) * E)[:, None]
+    flat = [choices + offsets for choices in traces.choices]
+    workers = [0.0] * num_workers
+    progress = [0] * len(workload)  # tokens decoded
+    first_s = [0.0] * len(workload)
+    tpot: list[float] = []
+    ttft: list[float] = []
+    steps: list[tuple[float, int]] = []
+    remote = tokens = 0
+    imbalance: list[float] = []
+    events: list[tuple[float, int, str, int]] = []  # time, order, what, of whom
+    order = 0
+    for number, arrival in enumerate(workload):
+        worker = min(range(num_workers), key=workers.__getitem__)
+        begin = max(workers[worker], arrival.at_s)
+        workers[worker] = begin + costs.prefill_per_token * float(traces.prompt_tokens[arrival.trace])
+        heapq.heappush(events, (workers[worker], order, "prefilled", number))
+        order += 1
+    counts_from = int(warm_up * len(workload))
+
+    def step(place: int, now: float) -> None:
+        nonlocal order, remote, tokens
+        home = homes[place]
+        while home.waiting and len(home.running) < slots:
+            home.running.append(home.waiting.popleft())
+        if not home.running:
+            home.is_stepping = False
+            return
+        rows = np.stack([flat[workload[number].trace][progress[number]] for number in home.running])
+        used = np.zeros(L * E, dtype=bool)
+        used[rows.ravel()] = True
+        distinct = float(used.sum()) / L
+        wait = 0.0
+        if resident is not None:
+            absent = ~resident[place].ravel()
+            remote += int(absent[rows.ravel()].sum()) * layers // L
+            tokens += len(home.running)
+            wait = costs.remote_call * layers * float((used & absent).reshape(L, E).any(axis=1).mean())
+        took = (
+            costs.fixed
+            + costs.per_row * len(home.running)
+            + layers * costs.per_expert * (costs.base_experts + distinct)
+            + wait
+        )
+        steps.append((distinct, len(home.running)))
+        home.is_stepping = True
+        heapq.heappush(events, (now + took, order, "stepped", place))
+        order += 1
+
+    while events:
+        now, _, what, who = heapq.heappop(events)
+        if what == "prefilled":
+            arrival = workload[who]
+            first_s[who] = now
+            if who >= counts_from:
+                ttft.append(now - arrival.at_s)
+            loads = [HomeLoad(home.name, home.in_flight, slots) for home in homes]
+            domain = traces.domains[traces.domain[arrival.trace]]
+            place = router.choose(Question(signatures[arrival.trace], domain), loads)
+            homes[place].waiting.append(who)
+            mean = sum(home.in_flight for home in homes) / num_homes
+            if who >= counts_from:
+                imbalance.append(max(home.in_flight for home in homes) / max(mean, 1.0))
+            if not homes[place].is_stepping:
+                step(place, now)
+            continue
+        home = homes[who]
+        still = []
+        for number in home.running:
+            progress[number] += 1
+            if progress[number] < len(flat[workload[number].trace]):
+                still.append(number)
+            elif number >= counts_from:
+                tpot.append((now - first_s[number]) / progress[number])
+        home.running = still
+        step(who, now)
+    late = steps[int(warm_up * len(steps)) :]
+    p50, p99 = np.percentile(tpot, [50, 99]) * 1e3
+    return Outcome(
+        float(p50),
+        float(p99),
+        float(np.median(ttft)) * 1e3,
+        float(np.mean([distinct for distinct, _ in late])),
+        float(np.mean([rows for _, rows in late])),
+        remote / max(tokens, 1),
+        float(np.mean(imbalance)),
+    )
