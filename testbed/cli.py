@@ -8,6 +8,7 @@ import click
 
 from testbed.bench_cli import Several, bench
 from testbed.corpus_cli import corpus
+from testbed.experiment_cli import stand_ins
 from testbed.quality_cli import quality
 
 HERE = Path(__file__).resolve().parent
@@ -24,6 +25,7 @@ def testbed() -> None:
 
 testbed.add_command(corpus)
 testbed.add_command(quality)
+testbed.add_command(stand_ins)
 
 
 @testbed.command(

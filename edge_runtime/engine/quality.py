@@ -42,13 +42,19 @@ class QualityBooks:
 
     choose       which slots of a layer use a stand-in, within what their rows may spend; None: all are exact
     start_price  see `Prices`; asked when a budget is first used
+    take_late    what was swapped after all in the layer just run, since replies were late
     """
 
-    def __init__(self, choose: Choose, start_price: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        choose: Choose,
+        start_price: Callable[[], float],
+        take_late: Callable[[], Choice | None] = lambda: None,
+    ) -> None:
         self.ledgers = Ledgers()
         self.is_open = False
         self.is_traced = False
-        self._choose, self._start_price = choose, start_price
+        self._choose, self._start_price, self._take_late = choose, start_price, take_late
         self._prices: Prices | None = None
         self._by_request: dict[str, Spending] = {}
         self._open: Counter[str] = Counter()  # named user -> requests that have spendings here
@@ -102,6 +108,13 @@ class QualityBooks:
         if (choice.kind == DROPPED).any():
             gate_weights = gate_weights.masked_fill(torch.from_numpy(choice.kind == DROPPED), 0.0)
         return torch.from_numpy(choice.expert_ids), gate_weights
+
+    def end_layer(self) -> None:
+        """A layer for which `stand_in` was asked is done."""
+        late = self._take_late()
+        if late is not None:
+            self._take(late, self._shares)
+            self._kind = late.kind if self._kind is None else np.maximum(self._kind, late.kind)
 
     def _take(self, choice: Choice, weights: NDArray[np.float32]) -> None:
         self._spent += choice.loss

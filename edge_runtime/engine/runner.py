@@ -252,6 +252,8 @@ class Runner:
             if row_tiers is not None and expert_ids is not None and gate_weights is not None:
                 sliced = self._slices(layer, x, expert_ids, gate_weights, row_tiers)
             missing = self.decoder.moe_segment(layer, hidden, x, expert_ids, gate_weights, self.port, sliced)
+            if books is not None and books.is_open and expert_ids is not None:
+                books.end_layer()
             times.attention += attended - began
             times.experts += now() - attended
             if expert_ids is None or gate_weights is None:  # a dense layer

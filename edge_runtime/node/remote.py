@@ -19,10 +19,11 @@ from edge_runtime.errors import PeerError, Refusal
 from edge_runtime.model.moe import Beside, ExpertStore, LocalExperts, Missing, Slices, run_pairs
 from edge_runtime.node.peer_link import PeerLink
 from edge_runtime.protocol import Envelope, ExpertCall, ExpertReply, SlicedCall
-from edge_runtime.selector.choose import Choice, Slots
+from edge_runtime.selector.choose import DROPPED, FOREVER_S, STAND_IN, Choice, Peers, Slots
 from edge_runtime.selector.home import HomeSelector
-from edge_runtime.transport.calls import PeerCalls, Pending
+from edge_runtime.transport.calls import Outcome, PeerCalls, Pending
 from kernels import ops
+from kernels.reference.dispatch import Dispatched
 from topology.host_choice import NOBODY, choose_hosts
 from topology.ids import ExpertId
 
@@ -33,6 +34,9 @@ UNKNOWN_S = (
 )
 REPLACING_S = 60.0  # and how long those are waited for
 LOOK_S = 0.05  # how often links are looked at between steps: a killed peer is noticed in a call anyway
+LATE_S = 0.5  # a reply that takes longer is late: others are asked, or stand-ins serve ...
+TIMES_EXPECTED = 8  # ... but not before so many times what it usually takes
+HERE = 0
 GREET_PATIENCE_S = 5.0  # how long a step waits for a peer that is said to be alive but was never reached
 
 
@@ -101,6 +105,8 @@ class PlacedExperts:
         self._clock = clock
         self._calls = PeerCalls(clock)
         self.selector = selector
+        self._asked: Slots | None = None  # of the layer at hand, with what may still be spent in it
+        self._late_choice: Choice | None = None
         self._look_at_s = 0.0
         self._served_by: np.ndarray | None = None
         self._choose()
@@ -108,6 +114,7 @@ class PlacedExperts:
     def begin_step(self) -> None:
         """Notice peers that came or went, at most every 50 ms."""
         now = self._clock.now()
+        self._asked = None
         if now >= self._look_at_s:
             self._look_at_s = now + LOOK_S
             self._look()
@@ -118,7 +125,13 @@ class PlacedExperts:
 
     def choose(self, layer: int, slots: Slots) -> Choice | None:
         """Which slots of a layer use a stand-in, within what their rows may spend; None: all are exact."""
-        return None if self.selector is None or self._is_local[layer] else self.selector.choose(layer, slots)
+        self._asked = self._late_choice = None
+        if self.selector is None or self._is_local[layer]:
+            return None
+        choice = self.selector.choose(layer, slots)
+        left = slots.allowance if choice is None else np.maximum(slots.allowance - choice.loss, 0.0)
+        self._asked = slots._replace(allowance=left)
+        return choice
 
     def start_price(self) -> float:
         """Seconds that a unit of loss is worth before anything was spent; see `Prices`."""
@@ -197,9 +210,7 @@ class PlacedExperts:
             # One slot per line: the retried slots as a step of their own, on the rows they belong to.
             retried = torch.empty(len(failed), out.shape[1])
             rows = x[failed // num_columns].contiguous()
-            part = None
-            if slices is not None:
-                part = slices._replace(masks=slices.masks.view(-1)[failed].view(-1, 1))
+            part = _slices_of(slices, failed.numpy(), as_lines=True)
             ids = flat[failed].view(-1, 1).contiguous()
             again = self._run_once(layer, rows, ids, retried, deadline, slices=part)
             came = torch.ones(len(failed), dtype=torch.bool)
@@ -289,14 +300,18 @@ class PlacedExperts:
 
         unfilled: list[np.ndarray] = []
         if pending is not None:
-            outcomes = self._calls.receive(pending)
+            outcomes = self._calls.receive_until(pending, began + self._patience_s(called))
+            if None in outcomes:
+                outcomes = self._without_late(
+                    layer, x, expert_ids, out, deadline, called, pending, outcomes, split, slices
+                )
             if len(called) == 1:
                 self._time(called[0], outcomes[0], sent_at)
             if self.selector is not None:
                 self._measure(called, outcomes)
             for host, outcome in zip(called, outcomes, strict=True):
                 slots = pairs[offsets[host] : offsets[host + 1]]
-                if not self._take(host, outcome, slots, out_rows):
+                if outcome is not None and not self._take(host, outcome, slots, out_rows):
                     unfilled.append(slots)
         if offsets[-1] < expert_ids.numel():
             asked = np.arange(expert_ids.numel())
@@ -313,7 +328,115 @@ class PlacedExperts:
         self._choose()
         return torch.from_numpy(np.concatenate(unfilled).astype(np.int64))
 
-    def _measure(self, called: Sequence[int], outcomes: Sequence[Envelope | PeerError | Refusal]) -> None:
+    def _patience_s(self, called: Sequence[int]) -> float:
+        """How long replies may take before they count as late."""
+        expected_s = 0.0
+        if self.selector is not None:
+            expected_s = max(float(self.selector.peers.wait_s[host]) for host in called)
+        return max(LATE_S, TIMES_EXPECTED * min(expected_s, self._deadline_s))
+
+    def _without_late(
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        out: Tensor,
+        deadline: float,
+        called: Sequence[int],
+        pending: Pending,
+        outcomes: list[Outcome | None],
+        split: Dispatched,
+        slices: Slices | None,
+    ) -> list[Outcome | None]:
+        """Get along without the peers whose outcome is None, or wait for them. None where nothing is left to be taken.
+
+        What their rows may spend goes to stand-ins that are here; what others hold as well is asked of them. A peer that
+        was replaced so is not called again until it has greeted. One that nobody can replace is waited for.
+        """
+        late = [at for at, outcome in enumerate(outcomes) if outcome is None]
+        pairs, offsets, num_columns = split.pairs.numpy(), split.offsets, expert_ids.shape[1]
+        ids = expert_ids.numpy().reshape(-1)
+        spared = self._late_stand_ins(layer, x, expert_ids, out, [called[at] for at in late], slices)
+        others = self._hosts_without({self.host_names[called[at]] for at in late})[layer]
+        found = list(outcomes)
+        for at in late:
+            host, link = called[at], self._links[called[at] - 1]
+            slots = pairs[offsets[host] : offsets[host + 1]]
+            slots = slots[~spared[slots]]
+            if not len(slots):
+                continue
+            if (others[ids[slots]] > HERE).all():
+                self._table[layer] = torch.from_numpy(others)
+                hedged = torch.empty(len(slots), out.shape[1])
+                rows = x[torch.from_numpy(slots // num_columns).long()].contiguous()
+                wanted = torch.from_numpy(ids[slots]).view(-1, 1).contiguous()
+                log.info("%s is late: what it was asked is asked of others", link.name)
+                self.traffic[link.name].failures += 1
+                part = _slices_of(slices, slots, as_lines=True)
+                unfilled = self._run_once(layer, rows, wanted, hedged, deadline, slices=part)
+                link.lose(f"{link.name} did not answer within {self._patience_s([host]):.2f} s")
+                self._look_at_s = 0.0
+                self._choose()
+                if unfilled is None:
+                    out[torch.from_numpy(slots).long()] = hedged
+                    self._note_served(slots, others[ids[slots]], len(ids))
+                    continue
+            alone = pending._replace(channels=[pending.channels[at]], sent=[pending.sent[at]])
+            (found[at],) = self._calls.receive(alone)
+        return found
+
+    def _hosts_without(self, names: Collection[str]) -> np.ndarray:
+        """[L, E] whom to call for each expert if those peers are not called."""
+        return self._hosts_of({link.name for link in self._links if link.usable} - set(names))
+
+    def _late_stand_ins(
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        out: Tensor,
+        late: Sequence[int],
+        slices: Slices | None,
+    ) -> np.ndarray:
+        """[T*K] bool, slots of late peers that stand-ins here have served. Noted for `take_late`."""
+        done = np.zeros(expert_ids.numel(), dtype=bool)
+        asked, bank = self._asked, self._store.bank(layer)
+        if (
+            self.selector is None
+            or asked is None
+            or bank is None
+            or asked.expert_ids.shape != expert_ids.shape
+        ):
+            return done
+        now = self._clock.now()
+        for host in late:
+            self.selector.measured(host, self._patience_s([host]), now)
+        wait_s = np.zeros_like(self.selector.peers.wait_s)
+        wait_s[list(late)] = wait_s[-1] = FOREVER_S
+        slots = asked._replace(expert_ids=expert_ids.numpy().copy(), price=np.zeros(len(asked.price)))
+        choice = self.selector.choose(layer, slots, Peers(wait_s, np.zeros_like(wait_s)))
+        if choice is None or (choice.kind == DROPPED).any():
+            return done
+        done = (choice.kind == STAND_IN).reshape(-1)
+        at = np.flatnonzero(done)
+        rows = torch.from_numpy((at // expert_ids.shape[1]).astype(np.int32))
+        experts = torch.from_numpy(choice.expert_ids.reshape(-1)[at])
+        out.numpy()[at] = run_pairs(x, rows, experts, bank, _slices_of(slices, at)).numpy()
+        self._note_served(at, HERE, len(done))
+        self._late_choice = choice
+        return done
+
+    def _note_served(self, slots: np.ndarray, hosts: np.ndarray | int, num_slots: int) -> None:
+        """Others than was meant served slots of the layer; retried slots are a step of their own, and not noted here."""
+        if self._served_by is not None and self._served_by.size == num_slots:
+            self._served_by.reshape(-1)[slots] = hosts
+
+    def take_late(self) -> Choice | None:
+        """What was swapped in the layer just run because replies were late; None if nothing was."""
+        choice, self._late_choice = self._late_choice, None
+        return choice
+
+    def _measure(self, called: Sequence[int], outcomes: Sequence[Outcome | None]) -> None:
         """Let the selector know how long the replies took, as far as each was waited for."""
         assert self.selector is not None
         now = self._clock.now()
@@ -352,7 +475,7 @@ class PlacedExperts:
             ttl_s=ttl_s,
         )
 
-    def _time(self, host: int, outcome: Envelope | PeerError | Refusal, sent_at: float) -> None:
+    def _time(self, host: int, outcome: Outcome | None, sent_at: float) -> None:
         """Note the quickest call of a peer. Of several peers a reply may have come long before it is taken."""
         if isinstance(outcome, Envelope) and type(outcome.message) is ExpertReply:
             traffic = self.traffic[self.host_names[host]]
@@ -396,11 +519,9 @@ class PlacedExperts:
         if changed:
             self._choose()
 
-    def _choose(self) -> None:
-        """Whom to call for each expert, from who is usable now."""
-        usable = {link.name for link in self._links if link.usable}
+    def _hosts_of(self, usable: Collection[str]) -> np.ndarray:
         num_layers, num_experts = self._shape
-        table = choose_hosts(
+        return choose_hosts(
             self._hosts,
             home=self.host_names[0],
             alive=usable,
@@ -408,6 +529,10 @@ class PlacedExperts:
             num_experts=num_experts,
             peers=self.host_names,
         )
+
+    def _choose(self) -> None:
+        """Whom to call for each expert, from who is usable now."""
+        table = self._hosts_of({link.name for link in self._links if link.usable})
         self._table_numpy = table
         self._table = [torch.from_numpy(line) for line in table]
         self._is_local = [bool((line == 0).all()) for line in table]
@@ -447,3 +572,11 @@ class PlacedExperts:
         names = {name for node in by_node for name in node.split(" and ")}
         faults = "; ".join(link.fault for link in self._links if link.name in names and link.fault)
         return f"no living node holds {'; '.join(parts)}" + (f" ({faults})" if faults else "")
+
+
+def _slices_of(slices: Slices | None, slots: np.ndarray, *, as_lines: bool = False) -> Slices | None:
+    """The slices of some slots [n]; as n rows of one slot, or of none."""
+    if slices is None:
+        return None
+    masks = slices.masks.reshape(-1)[torch.from_numpy(slots).long()]
+    return slices._replace(masks=masks.view(-1, 1) if as_lines else masks)

@@ -463,7 +463,11 @@ def _books_of(runner: Runner) -> QualityBooks:
         assert isinstance(runner.port, PlacedExperts), "a node's runner calls the experts of a placement"
         return runner.port
 
-    return QualityBooks(lambda layer, slots: port().choose(layer, slots), lambda: port().start_price())
+    return QualityBooks(
+        lambda layer, slots: port().choose(layer, slots),
+        lambda: port().start_price(),
+        lambda: port().take_late(),
+    )
 
 
 def selector_for(

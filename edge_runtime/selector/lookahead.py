@@ -92,3 +92,18 @@ def future_of(road: Road, costs: Floats) -> Floats:
 def _least(way: Floats, ahead: Floats) -> Floats:
     """min over s of way[p, s] + ahead[s, e]: [S, E]."""
     return (way[:, :, None] + ahead[None, :, :]).min(axis=1)
+
+
+def choose_server(
+    road: Road, future: Floats, price: float, row: int, here: int, expert: int, left: float
+) -> int:
+    """Where a token at server `here` has its expert of MoE layer `row` served: the least of now and what comes after.
+
+    left  loss that may still be spent; a server that has the expert itself is always allowed
+    """
+    loss = road.loss[row, :, expert]
+    way = road.travel[here] if road.stays else 2 * road.travel[here]
+    cost = way + road.serve + price_losses(loss, price)
+    if road.stays:  # else it goes on from `here` whoever serves it
+        cost = cost + future[row, :, expert]
+    return int(np.argmin(np.where(loss <= left, cost, 2 * UNSERVED_S)))

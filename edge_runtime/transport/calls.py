@@ -63,19 +63,25 @@ class PeerCalls:
 
     def receive(self, pending: Pending) -> list[Outcome]:
         """One outcome per channel: the reply, or why there is none."""
-        outcomes, now, self.waits = [], self._clock.now, []
+        outcomes = self.receive_until(pending, pending.deadline_s)
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def receive_until(self, pending: Pending, until_s: float) -> list[Outcome | None]:
+        """The same, but None for each channel that has said nothing by `until_s`, before the deadline: ask again for those."""
+        outcomes: list[Outcome | None] = []
+        now, self.waits = self._clock.now, []
         asked_s = now()
         for channel, sent in zip(pending.channels, pending.sent, strict=True):
-            outcomes.append(self._await(pending, channel, sent))
+            outcomes.append(self._await(pending, channel, sent, min(until_s, pending.deadline_s)))
             came_s = now()
             self.waits.append((came_s - pending.sent_s, came_s - asked_s < AT_ONCE_S))
             asked_s = came_s
         return outcomes
 
-    def _await(self, pending: Pending, channel: AnyChannel, sent: Sent) -> Outcome:
+    def _await(self, pending: Pending, channel: AnyChannel, sent: Sent, until_s: float) -> Outcome | None:
         if not sent:
             return self._not_sent(channel, sent)
-        left = pending.deadline_s - self._clock.now()
+        left = until_s - self._clock.now()
         while True:
             was_lost = False
             try:
@@ -95,7 +101,9 @@ class PeerCalls:
             elif was_lost:
                 self.counters["lost"] += 1
                 return channel.lost_error()
-            left = pending.deadline_s - self._clock.now()
+            left = until_s - self._clock.now()
+            if envelope is None and left <= 0 and until_s < pending.deadline_s:
+                return None
             if envelope is None and left <= 0:
                 self.counters["late"] += 1
                 waited = self._clock.now() - pending.sent_s

@@ -266,6 +266,72 @@ def test_what_a_lost_peer_alone_held_is_served_by_stand_ins_where_the_budget_all
         assert placed.choose(2, slots_of(ids, allowance=0.0)) is None
 
 
+class TestWhoIsLate:
+    """A peer that has not answered when it should have: others are asked, stand-ins serve, or it is waited for."""
+
+    @pytest.fixture(autouse=True)
+    def impatient(self, monkeypatch):
+        monkeypatch.setattr(remote, "LATE_S", 0.05)
+
+    @pytest.fixture
+    def slow(self, whole, truth):
+        """Answers of n1 come when the test lets them, or half a second later, and are right."""
+        gate = threading.Event()
+
+        def outputs_of(x: numpy.ndarray, pairs: numpy.ndarray) -> numpy.ndarray:
+            gate.wait(0.5)
+            return truth.numpy()[-len(pairs) :]
+
+        with liar("n1", outputs_of) as (calls, address):
+            yield gate, calls, address
+            gate.set()
+
+    def test_a_replica_is_asked_long_before_the_deadline_and_the_bits_are_the_same(self, whole, truth, slow):
+        _, calls, one = slow
+        with host(whole, "n2") as (second, two), home(whole, one, two, deadline_s=20.0) as placed:
+            began = CLOCK.now()
+            missing, out = run(placed)
+            assert missing is None and torch.equal(out, truth)
+            if calls:  # it was n1's turn
+                assert second.counters.calls and CLOCK.now() - began < 5.0
+                assert placed.traffic["n1"].failures == 1
+                assert set(placed.served_by().ravel().tolist()) == {placed.host_names.index("n2")}
+
+    def test_without_a_replica_an_exact_row_waits_and_gets_its_expert(self, whole, truth, slow):
+        _, calls, one = slow
+        with home(whole, one, deadline_s=20.0) as placed:
+            missing, out = run(placed)
+            assert missing is None and torch.equal(out, truth) and len(calls) == 1
+
+    def test_without_a_replica_stand_ins_serve_what_the_rows_can_pay_for(self, whole, slow):
+        _, calls, one = slow
+        selector = selector_of(6, 32, 1)
+        with home(whole, one, selector=selector, own=range(16), deadline_s=20.0) as placed:
+            x, ids = rows()
+            placed.begin_step()
+            dear = slots_of(ids, allowance=1.0)
+            dear = dear._replace(price=dear.price + 1e9)  # at first a call is the cheaper one
+            assert placed.choose(2, dear) is None
+            before = selector.peers.wait_s[1]
+            out = torch.full((20, 256), torch.nan)
+            assert placed.run(2, x, ids, out) is None and out.isfinite().all() and calls
+            choice = placed.take_late()
+            assert (choice.kind == 1).sum() == (ids >= 16).sum() and (choice.loss <= 1.0).all()
+            assert (placed.served_by() == 0).all() and selector.peers.wait_s[1] > before
+            assert placed.take_late() is None
+
+    def test_rows_without_a_budget_are_never_swapped_for_being_late(self, whole, slow):
+        _, calls, one = slow
+        selector = selector_of(6, 32, 1)
+        with home(whole, one, selector=selector, own=range(16), deadline_s=20.0) as placed:
+            x, ids = rows()
+            placed.begin_step()
+            assert placed.choose(2, slots_of(ids, allowance=0.0)) is None
+            out = torch.full((20, 256), torch.nan)
+            assert placed.run(2, x, ids, out) is None
+            assert placed.take_late() is None and len(calls) == 1
+
+
 class TestWhoIsWaitedFor:
     """`may_be_replaced`, by a clock that the test moves."""
 

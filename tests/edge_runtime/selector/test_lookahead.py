@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_runtime.selector.lookahead import Road, cost_to_go, future_of, least_losses
+from edge_runtime.selector.lookahead import Road, choose_server, cost_to_go, future_of, least_losses
 
 
 def situation(seed: int, stays: bool = True):
@@ -93,3 +93,25 @@ def test_a_server_nearer_to_what_comes_next_is_worth_a_detour():
     future = future_of(road, cost_to_go(road, 0.0, 1))
     total = travel[0, :, None] + future[0]
     assert total[1:, 0].tolist() == pytest.approx([6.0, 1.2])
+    assert choose_server(road, np.zeros((2, 3, 1)), 0.0, 0, 0, 0, left=0.0) == 1
+    assert choose_server(road, future, 0.0, 0, 0, 0, left=0.0) == 2
+
+
+@given(st.integers(0, 10_000), st.integers(1, 3), st.booleans())
+def test_acting_by_the_table_costs_what_the_table_says(seed, depth, stays):
+    road = situation(seed, stays)[0]
+    table = cost_to_go(road, 0.1, depth)
+    future = future_of(road, cost_to_go(road, 0.1, depth - 1))
+    for row, here, expert in np.ndindex(table.shape):
+        server = choose_server(road, future, 0.1, row, here, expert, left=np.inf)
+        way = road.travel[here, server] * (1 if stays else 2)
+        ahead = future[row, server if stays else here, expert]
+        cost = way + road.serve[server] + 0.1 * road.loss[row, server, expert] + ahead
+        assert cost == pytest.approx(table[row, here, expert])
+
+
+def test_what_cannot_be_paid_for_is_not_chosen():
+    road = situation(5)[0]
+    for row, here, expert in np.ndindex(road.loss.shape):
+        server = choose_server(road, np.zeros(road.loss.shape), 0.0, row, here, expert, left=0.0)
+        assert road.loss[row, server, expert] == 0

@@ -1,0 +1,106 @@
+"""The command `edge-runtime testbed stand-ins`. Heavy imports are inside."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+HERE = Path(__file__).resolve().parent
+
+
+@click.command(
+    "stand-ins",
+    epilog="\b\nExample:\n  edge-runtime testbed stand-ins --corpus corpus --sweep --out results",
+)
+@click.option(
+    "--corpus",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Folder of DOMAIN/valid*.jsonl[.gz] or *.txt; `edge-runtime testbed corpus` makes one. Without it only `--roam`.",
+)
+@click.option(
+    "--topology",
+    type=click.Path(path_type=Path),
+    default=HERE / "scenarios" / "eight_nodes.toml",
+    help="Topology file; default: eight nodes with the demo model.",
+)
+@click.option("--home", default=None, help="Node whose requests are looked at; default: the middle one.")
+@click.option("--rtt", default="5 ms", show_default=True, help="Of every link.")
+@click.option("--bandwidth", default="200 Mbit/s", show_default=True, help="Of every link.")
+@click.option(
+    "--streams", default=10, show_default=True, type=click.IntRange(1), help="Requests at the home."
+)
+@click.option("--documents", default=3, show_default=True, type=click.IntRange(1), help="Of each domain.")
+@click.option("--prompt", default=64, show_default=True, type=click.IntRange(1), help="Tokens read exactly.")
+@click.option("--decode", default=128, show_default=True, type=click.IntRange(1), help="Tokens decoded.")
+@click.option("--seed", default=1, show_default=True, help="The same documents come with the same seed.")
+@click.option("--sweep", is_flag=True, help="Also sweep budgets, memory ratios and numbers of nodes.")
+@click.option("--roam", "roams", is_flag=True, help="Also let tokens roam, with and without look-ahead.")
+@click.option("--threads", default=None, type=click.IntRange(1), help="Default: all cores.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for CSV and pictures.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
+def stand_ins(
+    folder: Path | None,
+    topology: Path,
+    home: str | None,
+    rtt: str,
+    bandwidth: str,
+    streams: int,
+    documents: int,
+    prompt: int,
+    decode: int,
+    seed: int,
+    sweep: bool,
+    roams: bool,
+    threads: int | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Compare placements and selectors at one home: time per token, bytes, where experts were served, perplexity.
+
+    Quality is measured on validation text, latency predicted for the links that are given.
+    """
+    from calibration.cli import shown_progress, use_threads
+    from edge_runtime.model.checkpoint import Checkpoint
+    from edge_runtime.model.tokenizer import Tokenizer
+    from testbed import experiment
+    from testbed.quality import validation_requests
+    from topology.files import read_cluster
+    from topology.units import parse_duration, parse_rate
+
+    if folder is None and not roams:
+        raise click.UsageError("give --corpus, or --roam for what needs none")
+    try:
+        links = {"rtt_s": parse_duration(rtt), "bandwidth_bps": parse_rate(bandwidth)}
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    use_threads(threads)
+    cluster = read_cluster(topology)
+    results: dict[str, list[dict[str, Any]]] = {}
+    if folder is not None:
+        hub = experiment.Hub(cluster, home=home, streams=streams, **links)
+        requests, domains = validation_requests(
+            folder,
+            Tokenizer.open(cluster.model),
+            documents=documents,
+            prompt_tokens=prompt,
+            decode_tokens=decode,
+            seed=seed,
+        )
+        policies = [*experiment.COMPARED, *(experiment.swept() if sweep else ())]
+        with shown_progress() as progress:
+            results["home"] = hub.run(policies, requests, domains, progress)
+    if roams:
+        traits, losses = experiment.learned(cluster, Checkpoint.open(cluster.model).model_hash)
+        results["roam"] = experiment.roam(traits, losses)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, rows in results.items():
+            (out / f"{name}.csv").write_text(experiment.as_csv(rows))
+        if "home" in results and not experiment.draw(results["home"], out / "home.png"):
+            click.echo("no picture: matplotlib is not installed", err=True)
+    if as_json:
+        click.echo(json.dumps(results))
+    else:
+        click.echo("\n".join(experiment.as_csv(rows) for rows in results.values()), nl=False)

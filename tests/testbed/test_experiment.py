@@ -1,0 +1,99 @@
+"""Stand-ins at one home on paper, and tokens that roam: what must hold of every comparison."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from edge_runtime.artifacts import Artifact
+from edge_runtime.selector.learned import read_losses, read_traits
+from testbed.experiment import as_csv, roam, shaped, swept
+from testbed.experiment_cli import stand_ins
+from testbed.roam import Rule, uneven_servers, walk
+from tests.support.calibrating import small_corpus
+from topology.files import read_cluster
+
+
+@pytest.fixture(scope="module")
+def artifact(demo_model) -> Artifact:
+    return Artifact.open(demo_model / "calibration")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The comparison at one home, over two short texts of each domain of a small corpus."""
+    folder = small_corpus(tmp_path_factory.mktemp("corpus"))
+    told = CliRunner().invoke(
+        stand_ins,
+        ["--corpus", str(folder), "--documents", "1", "--prompt", "16", "--decode", "10", "--streams", "2"]
+        + ["--threads", "1", "--out", str(folder / "out"), "--json"],
+        catch_exceptions=False,
+    )
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.stdout)["home"]
+    with (folder / "out" / "home.csv").open() as file:
+        assert [row["policy"] for row in csv.DictReader(file)] == [row["policy"] for row in found]
+    return found
+
+
+def test_exact_policies_cost_nothing_and_others_keep_to_their_budget(rows):
+    for row in rows:
+        assert row["local_exact"] + row["local_substitute"] + row["remote"] == pytest.approx(1.0)
+        if row["policy"].endswith("exact"):
+            assert (row["perplexity_rise"], row["spent_per_token"], row["local_substitute"]) == (0, 0, 0)
+        elif row["budget"] != "":
+            assert row["spent_per_token"] <= row["budget"] * (1 + 1e-6)
+
+
+def test_stand_ins_save_time_and_bytes_at_the_same_placement(rows):
+    by_name = {row["policy"]: row for row in rows}
+    exact, live, local = by_name["similarity, exact"], by_name["live"], by_name["local only"]
+    assert local["tpot_ms"] < live["tpot_ms"] < exact["tpot_ms"]
+    assert local["mb_per_1000_tokens"] == local["remote"] == 0
+    assert live["local_exact"] == pytest.approx(exact["local_exact"], abs=0.05)
+    assert by_name["similarity, exact"]["local_exact"] > by_name["live, no redundancy"]["local_exact"]
+
+
+def test_every_policy_of_the_sweep_can_be_placed(repository, artifact):
+    cluster = read_cluster(repository / "testbed" / "scenarios" / "eight_nodes.toml")
+    for policy in swept():
+        changed = shaped(cluster, policy, 0.005, 2e8)
+        assert len({node.name for node in changed.nodes}) == (policy.nodes or 8)
+        assert changed.memory_ratio == (policy.ratio or 2.0) and not changed.links
+
+
+def test_tokens_that_roam_all_arrive_and_stand_ins_are_within_the_budget(artifact):
+    traits, losses = read_traits(artifact), read_losses(artifact)
+    servers = uneven_servers(traits, 5, 2.0, seed=3)
+    assert servers.holds.any(axis=1).all(), "every expert is somewhere"
+    for rule in (Rule("exact", 1, 0.0), Rule("all", 3, 0.007), Rule("returning", 2, 0.007, stays=False)):
+        found = walk(servers, traits, losses, rule, rate_per_s=100, num_tokens=60)
+        assert len(found.seconds) == 60 and min(found.seconds) > 0 and found.layers == 60 * 6
+        assert (found.stood_in > 0) == (rule.budget > 0)
+
+
+def test_nobody_who_returns_gains_by_looking_ahead(artifact):
+    """Wherever it was served it goes on from where it is: the tables differ by what is the same for all servers."""
+    traits, losses = read_traits(artifact), read_losses(artifact)
+    servers = uneven_servers(traits, 4, 2.0, seed=1)
+    near, far = (
+        walk(
+            servers, traits, losses, Rule("x", depth, 0.007, stays=False), rate_per_s=50, num_tokens=40
+        ).seconds
+        for depth in (1, 3)
+    )
+    assert np.array_equal(near, far)
+
+
+def test_a_table_of_roaming_has_a_line_for_each_rule_and_seed(artifact):
+    found = roam(read_traits(artifact), read_losses(artifact), num_tokens=20, num_servers=4, seeds=(1, 2))
+    lines = as_csv(found).splitlines()
+    assert len(lines) == 1 + len(found) == 1 + 2 * 8 and lines[0].startswith("rule,seed,mean_ms")
+
+
+def test_without_a_corpus_there_is_only_roaming(tmp_path: Path):
+    told = CliRunner().invoke(stand_ins, [])
+    assert told.exit_code == 2 and "--corpus" in told.output
