@@ -5,6 +5,7 @@ or file; the same events give the same commands.
 """
 
 import collections
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from edge_runtime.coordinator import redeploy
 from edge_runtime.coordinator import state as states
 from edge_runtime.coordinator.deploy import Joint, Plan, experts_without_host, plan_for
+from edge_runtime.coordinator.journey import Journey, rounds_to
 from edge_runtime.coordinator.speed_book import Observed, look, measured_of, plan_of
 from edge_runtime.errors import Refusal
 from topology.cluster import DECODE, Cluster
@@ -114,6 +116,7 @@ class Epochs:
             placement.epoch
         )  # no epoch is ever used twice: a node may still be at work on an old one
         self.observed: dict[str, Observed] = {}  # node -> how its work goes
+        self._journey: Journey | None = None
         self._began_s = now
         self._loaded_bytes: dict[str, int] = {}  # node -> weights it holds for the change
         self._progress: dict[str, tuple[int, int]] = {}  # node -> bytes loaded for the change, of how many
@@ -248,11 +251,14 @@ class Epochs:
         return Plan(wanted, self._placed(wanted, names))
 
     def apply_plan(self, plan: Plan, why: str, now: float) -> tuple[int, list[Command]]:
-        """Begin to change to a plan of `plan`. Returns its epoch, 0 if it changes nothing."""
+        """Begin to change to a plan of `plan`. Returns its epoch, 0 if it changes nothing.
+
+        Raises TopologyError if there is no way to it within the nodes' memory.
+        """
         self._refuse_if_busy()
         if plan.cluster == self.cluster and plan.placement.nodes == self.placement.nodes:
             return 0, []
-        return plan.placement.epoch, self._begin(plan, why, now)
+        return self._set_out(plan, why, now)
 
     def drain(self, name: str, now: float) -> tuple[int, list[Command]]:
         """Begin to move everything off a node, which stops when that is done. Returns the epoch without it."""
@@ -271,11 +277,12 @@ class Epochs:
         except TopologyError as error:
             raise TopologyError(f"{name} cannot be drained: without it {error}") from error
         plan = Plan(self.cluster, placement)
-        return placement.epoch, self._begin(plan, f"{name} was drained", now, frozenset((name,)))
+        return self._set_out(plan, f"{name} was drained", now, frozenset((name,)))
 
     def give_up(self, epoch: int, why: str, now: float) -> list[Command]:
         """Whoever asked for the change says that it cannot work out."""
-        return self._advance(redeploy.GivenUp(why), now) if self._is_loading(epoch) else []
+        asked = self.change.epoch if self.change is not None and epoch == self._goal else epoch
+        return self._advance(redeploy.GivenUp(why), now) if self._is_loading(asked) else []
 
     def _refuse_if_busy(self) -> None:
         if self.change is not None:
@@ -308,10 +315,41 @@ class Epochs:
             self.joint,
         )
 
-    def _begin(
-        self, plan: Plan, why: str, now: float, leaving: frozenset[str] = frozenset()
-    ) -> list[Command]:
-        epoch = self._newest = plan.placement.epoch
+    @property
+    def _goal(self) -> int:
+        """The epoch under which people know the change under way; 0 without one."""
+        return self._journey.goal if self._journey is not None else 0
+
+    def _set_out(
+        self,
+        plan: Plan,
+        why: str,
+        now: float,
+        leaving: frozenset[str] = frozenset(),
+        *,
+        is_way_back: bool = False,
+        is_urgent: bool = False,
+    ) -> tuple[int, list[Command]]:
+        """Begin the first of the rounds that lead to a plan. Returns the epoch of the last one.
+
+        is_urgent  somebody waits for what it loads: all in one round, beside what is there
+        """
+        origin = self.plans[self.active]
+        present = {record.name for record in self.state.nodes.values() if record.phase in HERE}
+        first, *rest = [plan] if is_urgent else rounds_to(origin, present, plan, self._footprint)
+        goal = rest[-1].placement.epoch if rest else first.placement.epoch
+        self._newest = goal
+        self._journey = Journey(goal, tuple(rest), origin, why, now, leaving, is_way_back=is_way_back)
+        return goal, self._begin(first, now)
+
+    def _begin(self, plan: Plan, now: float) -> list[Command]:
+        """Begin to load the next placement of the journey."""
+        assert self._journey is not None, "no change begins without saying where it leads"
+        journey, epoch = self._journey, plan.placement.epoch
+        why = journey.why
+        if journey.num_done or journey.rest:
+            num_rounds = journey.num_done + 1 + len(journey.rest)
+            why = f"{why} (round {journey.num_done + 1} of {num_rounds})"
         members = frozenset(share.node for share in plan.placement.nodes)
         homes = {*plan.homes, *self.plans[self.active].homes} & members
         self.plans[epoch] = plan
@@ -323,7 +361,7 @@ class Epochs:
             homes=frozenset(
                 name for name in homes if name in self.state.nodes and self.state.nodes[name].serves
             ),
-            leaving=leaving,
+            leaving=journey.leaving if not journey.rest else frozenset(),
             began_s=now,
             deadline_s=now + CHANGE_S,
             why=why,
@@ -344,19 +382,26 @@ class Epochs:
                 case redeploy.Activate(epoch):
                     commands += self._activate(change, epoch, now)
                 case redeploy.Release(epoch):
-                    commands += self._release(epoch)
-                    took_s = now - change.began_s
-                    self._end(
-                        Outcome(change.epoch, True, f"epoch {change.epoch} in {took_s:.1f} s: {change.why}")
-                    )
-                    self._retry_s, self._left_out = RETRY_S, frozenset()
-                    commands.append(states.Note(f"epoch {epoch} released; {self.outcomes[-1].detail}"))
+                    commands += [*self._release(epoch), states.Note(f"epoch {epoch} released")]
+                    commands += self._round_done(change, now)
                 case redeploy.RollBack(epoch, why):
-                    self._end(Outcome(epoch, False, f"epoch {epoch} was rolled back: {why}"))
-                    commands.append(states.Note(self.outcomes[-1].detail))
                     commands += self._release(epoch)
-                    commands += self._roll_back(isinstance(event, redeploy.Gone), why, now)
+                    commands += self._roll_back(epoch, isinstance(event, redeploy.Gone), why, now)
         return commands
+
+    def _round_done(self, change: redeploy.Change, now: float) -> list[Command]:
+        """Begin the next round, or tell that the change is over."""
+        journey = self._journey
+        assert journey is not None, "a change is over that led nowhere"
+        if journey.rest:
+            first, *rest = journey.rest
+            self._journey = msgspec.structs.replace(journey, rest=tuple(rest), num_done=journey.num_done + 1)
+            return self._begin(first, now)
+        self._journey = None
+        took_s = now - journey.began_s
+        self._end(Outcome(change.epoch, True, f"epoch {change.epoch} in {took_s:.1f} s: {journey.why}"))
+        self._retry_s, self._left_out = RETRY_S, frozenset()
+        return [states.Note(self.outcomes[-1].detail)]
 
     def _end(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
@@ -383,9 +428,16 @@ class Epochs:
             commands += self.apply(states.Left(name, "drained", is_drained=True), now)
         return [*commands, self._announcement()]
 
-    def _roll_back(self, at_once: bool, why: str, now: float) -> list[Command]:
-        """What only the placement that is off had is sent away; another is tried, at once if only a node is gone."""
-        commands: list[Command] = [
+    def _roll_back(self, epoch: int, at_once: bool, why: str, now: float) -> list[Command]:
+        """What only the placement that is off had is sent away; another is tried, at once if only a node is gone.
+
+        A journey of which some rounds are over goes back to where it began, if the nodes for that are there.
+        """
+        journey, self._journey = self._journey, None
+        assert journey is not None, "a change is off that led nowhere"
+        self._end(Outcome(journey.goal, False, f"epoch {journey.goal} was rolled back: {why}"))
+        commands: list[Command] = [states.Note(self.outcomes[-1].detail)]
+        commands += [
             Dismiss(record.peer, why)
             for record in self.state.nodes.values()
             if record.is_coming and record.phase in HERE
@@ -394,7 +446,22 @@ class Epochs:
             self._try_at_s = now + self._retry_s
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
         commands += self.apply(states.NotChanged(), now)
+        if journey.num_done and not at_once and not journey.is_way_back:
+            commands += self._go_back(journey, now)
         return [*commands, *self._mend(now), self._announcement()]
+
+    def _go_back(self, journey: Journey, now: float) -> list[Command]:
+        """Begin the way back to the placement that counted before; nothing if it cannot be any longer."""
+        origin = journey.origin
+        placement = replace(origin.placement, epoch=self._newest + 1)
+        nodes = self.state.nodes
+        if any(share.node not in nodes or nodes[share.node].phase not in HERE for share in placement.nodes):
+            return []
+        why = f"back to what was before epoch {journey.goal}"
+        try:
+            return self._set_out(Plan(origin.cluster, placement), why, now, is_way_back=True)[1]
+        except TopologyError as error:
+            return [states.Note(f"there is no way {why}: {error}")]
 
     # Mending.
 
@@ -434,7 +501,7 @@ class Epochs:
             why = f"layers lost their node with {', '.join(away)}"
         elif unhosted:
             why = f"{unhosted} experts lost their host with {', '.join(away)}"
-        return self._begin(plan, why, now)
+        return self._set_out(plan, why, now, is_urgent=True)[1]
 
     def _announcement(self) -> Announce:
         return Announce(self.active, self.state.alive, self._will_be_hosted())

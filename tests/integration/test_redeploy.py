@@ -52,6 +52,22 @@ def with_node(name: str, memory: str = "362 MiB", **keys: str) -> Callable[[str]
     return lambda text: text + "\n" + "\n".join(lines) + "\n"
 
 
+def weights(cluster: LocalCluster) -> dict[str, int]:
+    """Node -> bytes of weights that it holds."""
+    return {node["name"]: node["weight_bytes"] for node in cluster.status()["nodes"]}
+
+
+def check_promise(promised: dict, before: dict[str, int], cluster: LocalCluster) -> None:
+    """What a preview promised is what nodes allocated, within 5 %."""
+    after = weights(cluster)
+    for node in promised["nodes"]:
+        roles = [change for change in node["changes"] if change.startswith(("roles", "layers"))]
+        if node["kind"] == "removed" or roles:  # what goes with a role is not told in bytes
+            continue
+        expected = before.get(node["name"], 0) + node["load_bytes"] - node["drop_bytes"]
+        assert abs(after[node["name"]] - expected) <= 0.05 * max(node["load_bytes"], node["drop_bytes"], 1)
+
+
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[LocalCluster]:
     with LocalCluster(write_topology(tmp_path, "three_nodes")) as cluster:
@@ -76,8 +92,11 @@ def test_twenty_streams_run_on_unchanged_across_five_edits(three: LocalCluster) 
             "streams run",
             60.0,
         )
-        done = apply(three, edit(three, change))
+        file, before = edit(three, change), weights(three)
+        promised = three.planned(file)
+        done = apply(three, file)
         assert done.exit_code == 0, f"edit {number}: {done}\n{three.logs()}"
+        check_promise(promised, before, three)
         assert three.status()["epoch"] > epoch
         epoch = three.status()["epoch"]
     assert streams.texts() == texts

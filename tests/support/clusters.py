@@ -153,6 +153,12 @@ class LocalCluster:
             self._client.connect(10.0)
         return self._client.status()
 
+    def planned(self, file: Path) -> dict[str, Any]:
+        """What `plan FILE --json` prints."""
+        self.status()
+        assert self._client is not None
+        return self._client.plan(file.read_text(), str(file)).body
+
     def node(self, name: str) -> dict[str, Any]:
         return next(node for node in self.status()["nodes"] if node["name"] == name)
 

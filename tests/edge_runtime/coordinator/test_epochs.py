@@ -25,8 +25,9 @@ from edge_runtime.coordinator.epochs import (
 from edge_runtime.errors import Refusal
 from edge_runtime.protocol import NodeReport
 from tests.support.coordinators import footprint
-from topology.cluster import MIB, Cluster, Node
+from topology.cluster import MIB, Cluster, Node, Pin
 from topology.errors import TopologyError
+from topology.ids import ExpertId
 from topology.placement import plan_placement
 
 NAMES = ("n1", "n2", "n3", "n4")
@@ -65,6 +66,12 @@ WANTED = [
     replace(FOUR, nodes=(FOUR.nodes[0], node("n2", 358, "experts"), *FOUR.nodes[2:])),
     replace(FOUR, memory_ratio=2.0),
     replace(FOUR, nodes=(node("n1", 357), node("n2", 357))),
+    replace(FOUR, nodes=(node("n1", 359), node("n2", 352, "experts"), node("n3", 352, "experts"))),
+    replace(
+        FOUR,
+        nodes=(node("n1", 359), node("n2", 352, "experts"), node("n3", 352, "experts")),
+        pins=tuple(Pin(ExpertId(layer, 0), name) for layer, name in ((0, "n3"), (1, "n2"))),
+    ),
 ]
 
 
