@@ -6,6 +6,7 @@ and nowhere below.
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -21,9 +22,11 @@ from edge_runtime.clock import SystemClock, wall_s
 from edge_runtime.config import (
     TOPOLOGY_VARIABLE,
     last_good_text,
+    read_snapshot,
     remember_good,
     resolve_topology_path,
     state_dir,
+    write_snapshot,
 )
 from edge_runtime.errors import (
     EXIT_DONE,
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from edge_runtime.client import Answer, Client, Prompt
+    from edge_runtime.coordinator.epochs import Epochs
     from edge_runtime.protocol import Planned
     from edge_runtime.transport.keys import Keys
 
@@ -233,8 +237,14 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     keys = _keys(cluster, "coordinator")
     _shape_links(shape, cluster, "coordinator")
     from edge_runtime.coordinator.daemon import CoordinatorDaemon
-    from edge_runtime.coordinator.deploy import plan_for
+    from edge_runtime.coordinator.deploy import Plan, plan_for
     from edge_runtime.coordinator.learned_routes import find_learned
+    from edge_runtime.coordinator.snapshot import (
+        decode_snapshot,
+        encode_snapshot,
+        plan_to_go_on_with,
+        snapshot_of,
+    )
     from edge_runtime.launch import COORDINATOR, recorded
     from edge_runtime.model.footprint import footprint
     from edge_runtime.weights.locate import located, open_model
@@ -245,11 +255,30 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     traits, routes = find_learned(
         located(cluster, checkpoint), parts, checkpoint.model_hash, seed=secrets.randbits(63)
     )
-    daemon = CoordinatorDaemon(
+    content = read_snapshot(path)
+    before = decode_snapshot(content) if content is not None else None
+    found, why = plan_to_go_on_with(
+        before, cluster, checkpoint.model_hash, _hash_of(path), parts.context_tokens
+    )
+    if why:
+        _say(why)
+    epoch = before.newest + 1 if before is not None else 1
+    plan = found or Plan(
         cluster,
+        plan_for(cluster, parts, cluster.node_names, traits=traits, joint=routes.joint, epoch=epoch),
+    )
+
+    def keep(where: "Epochs") -> None:
+        snapshot = snapshot_of(where, checkpoint.model_hash, _hash_of(path))
+        write_snapshot(path, encode_snapshot(snapshot))
+
+    daemon = CoordinatorDaemon(
+        plan.cluster,
         parts,
-        plan_for(cluster, parts, cluster.node_names, traits=traits, joint=routes.joint),
+        plan.placement,
         model_hash=checkpoint.model_hash,
+        before=before,
+        keep=keep,
         traits=traits,
         routes=routes,
         keys=keys,
@@ -260,6 +289,10 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     with recorded(path, COORDINATOR):
         _remember(path)
         daemon.run()
+
+
+def _hash_of(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 # --- requests ---------------------------------------------------------------------------------------------------
@@ -668,7 +701,7 @@ def _apply(file: Path, running: Path, *, dry_run: bool) -> None:
     if file == running:
         _remember(running)
     else:
-        _say(f"{running} is as it was: a coordinator that is started anew reads it")
+        _say(f"{running} is as it was: `down` and `up` go back to it")
 
 
 @cli.command(epilog=_example("edge-runtime doctor", "edge-runtime doctor --topology topology.toml"))

@@ -15,6 +15,7 @@ from edge_runtime.protocol import (
     Accepted,
     Apply,
     Applying,
+    Attach,
     BadMessage,
     Credit,
     Drain,
@@ -39,8 +40,11 @@ from edge_runtime.transport.keys import Keys
 CONNECT_S = 5.0
 CHANGE_S = 30.0  # the coordinator plans before it answers
 RECEIVE_S = 0.25
+RETRY_S = 0.2
 PROGRESS_S = 2.0
 CREDIT = 64  # Tokens messages on their way at most; granted again in halves
+LOST_S = 60.0  # how long a coordinator that is gone is waited for: its answers go on meanwhile
+RECONNECT_S = 1.0
 IDLE_S = 300.0  # an answer that brings nothing for so long is given up
 
 
@@ -73,6 +77,8 @@ class Answer:
     refused: Refused | None = None
     retry_at_s: float = 0.0
     submitted: bool = False
+    attach_at_s: float | None = None
+    """When a coordinator that came back is asked for it; None otherwise."""
     ungranted: int = 0
 
     @property
@@ -201,12 +207,14 @@ class Client:
         on_tokens: Callable[[Answer, Tokens], None] = lambda answer, tokens: None,
         on_wait: Callable[[str], None] = lambda line: None,
         idle_s: float = IDLE_S,
+        lost_s: float = LOST_S,
     ) -> list[Answer]:
         """Submit all prompts at once and return their answers in the same order.
 
         wait_ready_s  how long a cluster that is still loading is waited for
         on_tokens     called as tokens come; on_wait with a line after every 2 s in which nothing came
-        Raises ClusterError when the coordinator goes away, or when nothing comes for `idle_s`.
+        lost_s        how long a coordinator that goes away is waited for; its answers go on where they were
+        Raises ClusterError when the coordinator goes away for good, or when nothing comes for `idle_s`.
         """
         now = self._clock.now()
         answers = [Answer(uuid.uuid4().hex, prompt, now, retry_at_s=now) for prompt in prompts]
@@ -216,8 +224,14 @@ class Client:
         try:
             while any(not answer.ended for answer in answers):
                 now = self._clock.now()
-                self._submit_due(answers, now)
-                message = self._receive()
+                try:
+                    self._submit_due(answers, now)
+                    self._attach_due(answers, now)
+                    message = self._receive()
+                except _CoordinatorGone as gone:
+                    self._come_back(answers, lost_s, gone, on_wait)
+                    heard_s = said_s = self._clock.now()
+                    continue
                 now = self._clock.now()
                 if message is not None:
                     answer = by_id.get(getattr(message, "request_id", ""))
@@ -249,16 +263,56 @@ class Client:
                 answer.failed = Failed(answer.request_id, "user", "request", detail)
                 continue
             if sent is Sent.UNREACHABLE:
-                raise ClusterError(f"the coordinator at {self.address} cannot be reached: {sent.value}")
+                raise _CoordinatorGone(f"the coordinator at {self.address} cannot be reached: {sent.value}")
             answer.submitted = bool(sent)  # a full queue empties as answers come
 
     def _receive(self) -> Message | None:
         envelope = self._channel.receive(RECEIVE_S)
         if envelope is None:
             if self._channel.is_lost():
-                raise ClusterError(f"the coordinator at {self.address} went away while it was answering")
+                raise _CoordinatorGone(f"the coordinator at {self.address} went away while it was answering")
             return None
         return envelope.message
+
+    def _come_back(
+        self,
+        answers: Sequence[Answer],
+        lost_s: float,
+        gone: "_CoordinatorGone",
+        on_wait: Callable[[str], None],
+    ) -> None:
+        """Wait for the coordinator, or the next one, and ask it for what was being answered."""
+        until = self._clock.now() + lost_s
+        on_wait(f"{gone}; waiting for it, {lost_s:g} s at most: its answers go on")
+        said_s = self._clock.now() + PROGRESS_S
+        while True:
+            self._channel.reconnect()
+            try:
+                self.connect(min(RECONNECT_S, lost_s))
+                break
+            except PeerError as error:
+                now = self._clock.now()
+                if now >= until:
+                    raise ClusterError(f"{gone}, and did not come back within {lost_s:g} s") from error
+                if now >= said_s:
+                    said_s = now + PROGRESS_S
+                    on_wait(f"waiting for the coordinator at {self.address}: {error}")
+                self._clock.sleep(min(RETRY_S, max(0.0, until - now)))
+        now = self._clock.now()
+        for answer in answers:
+            if answer.submitted and not answer.ended:
+                answer.attach_at_s, answer.ungranted = now, 0
+
+    def _attach_due(self, answers: Iterable[Answer], now: float) -> None:
+        for answer in answers:
+            if answer.attach_at_s is None or now < answer.attach_at_s or answer.ended:
+                continue
+            message = Attach(answer.request_id, len(answer.token_ids), len(answer.text), CREDIT)
+            sent = self._channel.send(message)
+            if sent is Sent.UNREACHABLE:
+                raise _CoordinatorGone(f"the coordinator at {self.address} cannot be reached: {sent.value}")
+            if sent:
+                answer.attach_at_s = None
 
     def _take(
         self,
@@ -288,6 +342,10 @@ class Client:
                 answer.finished = message
             case Failed():
                 answer.failed = message
+            case Refused(reason="unknown_request") if message.retry_after_s is not None:
+                answer.attach_at_s = now + message.retry_after_s
+            case Refused(reason="unknown_request") if not answer.token_ids:  # it had not begun
+                answer.submitted, answer.retry_at_s = False, now
             case Refused():
                 answer.refused = message
                 answer.submitted = False
@@ -309,6 +367,10 @@ class Client:
         with contextlib.suppress(EdgeError):
             for request_id in request_ids:
                 self._channel.send(Abort(request_id))
+
+
+class _CoordinatorGone(ClusterError):
+    """The connection to the coordinator has ended."""
 
 
 def _submit_message(answer: Answer) -> Submit:

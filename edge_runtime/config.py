@@ -23,6 +23,7 @@ _START_TOLERANCE_S = 1.5
 
 
 LAST_GOOD = "topology.good"
+SNAPSHOT = "coordinator.snapshot"
 
 
 class LastGood(msgspec.Struct, frozen=True):
@@ -205,3 +206,21 @@ def _cluster_name(topology_path: Path) -> str:
 def _folder_name(name: str) -> str:
     """Return `name` as one plain path component: letters, digits, `-`, `_` and inner dots stay."""
     return re.sub(r"[^A-Za-z0-9._-]|^\.", "_", name)
+
+
+def write_snapshot(topology_path: Path, content: bytes) -> None:
+    """Keep what the next coordinator of that file goes on with."""
+    write_whole(state_dir(topology_path) / SNAPSHOT, content)
+
+
+def read_snapshot(topology_path: Path) -> bytes | None:
+    """What the coordinator before left; None if there is nothing."""
+    try:
+        return (state_dir(topology_path) / SNAPSHOT).read_bytes()
+    except OSError:
+        return None
+
+
+def forget_snapshot(directory: Path) -> None:
+    """A cluster that is started or stopped as a whole begins with its file."""
+    (directory / SNAPSHOT).unlink(missing_ok=True)

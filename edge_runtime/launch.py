@@ -22,6 +22,7 @@ from edge_runtime.clock import Clock
 from edge_runtime.config import (
     STATE_VARIABLE,
     ProcessRecord,
+    forget_snapshot,
     is_running,
     log_path,
     read_records,
@@ -72,6 +73,7 @@ def start_local(cluster: Cluster, topology_path: Path) -> LocalCluster:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _sole_starter(directory, cluster.name):
+            forget_snapshot(directory)
             return _start_all(cluster, topology_path, directory)
     except OSError as error:
         raise ConfigError(
@@ -286,6 +288,7 @@ def stop_local(
     _end(records, directory, clock, report)
     for record in read_records(directory):
         remove_record(directory, record.name)
+    forget_snapshot(directory)
     return [record.name for record in records]
 
 

@@ -18,6 +18,7 @@ from edge_runtime.coordinator.deploy import deploy_for, experts_without_host, re
 from edge_runtime.coordinator.outbox import Outbox
 from edge_runtime.coordinator.preview import preview_of
 from edge_runtime.coordinator.routes import Routes
+from edge_runtime.coordinator.snapshot import Snapshot
 from edge_runtime.coordinator.status import status_body
 from edge_runtime.coordinator.streams import Delivery, Phase, Stream, Streams
 from edge_runtime.errors import ArtifactError, ConfigError, Refusal
@@ -29,6 +30,7 @@ from edge_runtime.protocol import (
     Activated,
     Apply,
     Applying,
+    Attach,
     BadMessage,
     Credit,
     Deployed,
@@ -53,6 +55,7 @@ from edge_runtime.protocol import (
     Release,
     StatusQuery,
     StatusReply,
+    StillRunning,
     Stop,
     Stopping,
     Submit,
@@ -83,6 +86,9 @@ MAX_MOVES = 3  # homes a request may lose before it is given up
 HOMELESS_S = 30.0  # how long a request waits for another home
 HOME_IS_GONE = ("stopping", "not_ready", "moving", "stage_lost")  # failures of a home, not of the request
 SEED_BITS = 63
+FORSAKEN_S = 60.0  # how long an answer of the coordinator before is kept for its client
+NODES_BACK_S = 10.0  # after a start, in which nodes come back and tell what runs there
+ATTACH_AGAIN_S = 0.5
 MAX_LOADERS = 1024
 MAX_CLIENTS = 4096  # connections remembered; the oldest idle one must greet again
 
@@ -100,6 +106,8 @@ class CoordinatorDaemon:
         keys: Keys | None,
         clock: Clock,
         homeless_s: float = HOMELESS_S,
+        before: Snapshot | None = None,
+        keep: Callable[[epochs.Epochs], None] = lambda found: None,
         traits: ExpertTraits | None = None,
         weights: Store | None = None,
         routes: Routes | None = None,
@@ -109,8 +117,20 @@ class CoordinatorDaemon:
         traits   what calibration found of the experts
         weights  the model's files, for nodes that lack them
         routes   who chooses homes; None: as the file says, without calibration
+        before   what the coordinator before left, whether or not `placement` is its
+        keep     takes down where the cluster is, whenever that has changed
         """
-        self._epochs = epochs.Epochs(cluster, footprint, placement, clock.now(), traits)
+        self._epochs = epochs.Epochs(
+            cluster,
+            footprint,
+            placement,
+            clock.now(),
+            traits,
+            newest=before.newest if before is not None else 0,
+            outcomes=before.outcomes if before is not None else (),
+        )
+        self._keep = keep
+        self._kept: tuple[int, int, epochs.Outcome | None] = (0, 0, None)
         self._routes = routes or Routes(cluster, footprint, None, seed=secrets.randbits(SEED_BITS))
         self._routes.follow(cluster, placement)
         self._epochs.joint = self._routes.joint
@@ -202,6 +222,7 @@ class CoordinatorDaemon:
                 self._apply(states.Unreachable(record.name))
         if now >= self._probe_at_s:
             self._probe_at_s = now + PROBE_S
+            self._end_forsaken()
             for client in self._streams.stalled_clients():
                 # A message that says nothing: only the attempt tells whether anybody is there.
                 if self._server.send(client, HeartbeatReply(0)) is Sent.UNREACHABLE:
@@ -304,6 +325,8 @@ class CoordinatorDaemon:
             case Prefilled():
                 if self._streams.node_of(message.request_id) == name:
                     self._prefilled(name, message, *tensors)
+            case StillRunning():
+                self._adopt(name, peer, message)
             case Finished() | Failed():
                 if self._streams.node_of(message.request_id) == name:
                     self._deliver(self._streams.end(message))
@@ -321,6 +344,8 @@ class CoordinatorDaemon:
         match message:
             case Submit():
                 self._submit(peer, message, call_id)
+            case Attach():
+                self._attach(peer, message, call_id)
             case Credit(request_id=request_id, count=count):
                 if self._streams.client_of(request_id) == peer:
                     self._deliver(self._streams.grant(request_id, count))
@@ -381,6 +406,41 @@ class CoordinatorDaemon:
             self._routes.sent(home, (), self._placement.plan_of(home).kv_blocks)
         if not self._outbox.send(peer, Accepted(request_id, home), call_id):
             self._client_gone(peer)
+
+    def _adopt(self, name: str, peer: bytes, message: StillRunning) -> None:
+        """A request runs at a node since before this coordinator; its client may come back for it."""
+        request_id = message.request_id
+        if request_id not in self._streams:
+            self._streams.adopt(message, name, self._clock.now())
+            log.info("request %s runs at %s: %d tokens so far", request_id, name, len(message.output_ids))
+        elif self._streams.node_of(request_id) != name:  # it moved meanwhile
+            self._server.send(peer, Abort(request_id))
+
+    def _attach(self, peer: bytes, message: Attach, call_id: int) -> None:
+        request_id = message.request_id
+        deliveries = self._streams.attach(
+            request_id, peer, message.num_tokens, message.num_chars, message.credit
+        )
+        if deliveries is None:
+            is_early = self._clock.now() - self._started_s < NODES_BACK_S or not self._state.is_ready
+            detail = "the answer that was begun under another coordinator runs nowhere any more"
+            wait_s = ATTACH_AGAIN_S if is_early else None
+            self._outbox.send(peer, Refused("unknown_request", detail, wait_s, request_id), call_id)
+            return
+        if not self._outbox.send(
+            peer, Accepted(request_id, self._streams.node_of(request_id) or ""), call_id
+        ):
+            self._client_gone(peer)
+            return
+        self._deliver(deliveries)
+
+    def _end_forsaken(self) -> None:
+        """Answers whose clients have not come back."""
+        for request_id in self._streams.forsaken(self._clock.now() - FORSAKEN_S):
+            log.info("request %s: its client did not come back", request_id)
+            self._streams.abort(request_id)
+            self._abort_at_home(request_id)
+            self._streams.end(Finished(request_id, "abort"))
 
     def _send_to(
         self, home: str, submit: Submit, *, prefill_only: bool = False, handoff: Handoff | None = None
@@ -496,7 +556,8 @@ class CoordinatorDaemon:
                     )
                     self._streams.move(request_id, home)
                     self._routes.sent(home, stream.hashes, self._placement.plan_of(home).kv_blocks)
-                    if not self._outbox.send(stream.client, Accepted(request_id, home)):
+                    accepted = Accepted(request_id, home)
+                    if stream.lost is None and not self._outbox.send(stream.client, accepted):
                         self._client_gone(stream.client)
             elif stream.moves > MAX_MOVES or now - stream.homeless_s > self._homeless_s:
                 self._deliver(
@@ -554,6 +615,11 @@ class CoordinatorDaemon:
 
     def _carry_out(self, commands: Sequence[epochs.Command]) -> None:
         self._follow_placement()
+        outcomes = self._epochs.outcomes
+        counting = self._epochs.active, self._epochs.newest, outcomes[-1] if outcomes else None
+        if counting != self._kept:  # before anybody is told: the next coordinator has to know as much as they
+            self._kept = counting
+            self._keep(self._epochs)
         for command in commands:
             match command:
                 case states.Note(text):

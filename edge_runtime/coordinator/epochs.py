@@ -5,6 +5,7 @@ or file; the same events give the same commands.
 """
 
 import collections
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -101,20 +102,23 @@ class Epochs:
         placement: Placement,
         now: float,
         traits: ExpertTraits | None = None,
+        *,
+        newest: int = 0,
+        outcomes: Sequence[Outcome] = (),
     ) -> None:
+        """newest, outcomes: of the coordinator before, if there was one"""
         self.state = states.initial_state(
             list(cluster.node_names), placement.epoch, cluster.heartbeat_s, cluster.lost_after_s
         )
         self.plans = {placement.epoch: Plan(cluster, placement)}
         self.active = placement.epoch
         self.change: redeploy.Change | None = None
-        self.outcomes: collections.deque[Outcome] = collections.deque(maxlen=KEPT_OUTCOMES)
+        self.outcomes: collections.deque[Outcome] = collections.deque(outcomes, maxlen=KEPT_OUTCOMES)
         self._footprint = footprint
         self.traits = traits
         self.joint: Joint | None = None  # what routing will send to each home
-        self._newest = (
-            placement.epoch
-        )  # no epoch is ever used twice: a node may still be at work on an old one
+        # No epoch is ever used twice: a node may still be at work on an old one.
+        self.newest = max(newest, placement.epoch)
         self.observed: dict[str, Observed] = {}  # node -> how its work goes
         self._journey: Journey | None = None
         self._began_s = now
@@ -178,7 +182,7 @@ class Epochs:
     def apply(self, event: states.Event, now: float) -> list[Command]:
         """Take in what became of a node."""
         if isinstance(event, states.Beat):
-            self._newest = max(self._newest, event.report.epoch)  # from before this coordinator
+            self.newest = max(self.newest, event.report.epoch)  # from before this coordinator
             self._observe(event)
         before = self.state
         self.state, said = states.apply(before, event, now)
@@ -309,7 +313,7 @@ class Epochs:
             self._footprint,
             names,
             self.placement,
-            self._newest + 1,
+            self.newest + 1,
             self.traits,
             self.measured(),
             self.joint,
@@ -338,7 +342,7 @@ class Epochs:
         present = {record.name for record in self.state.nodes.values() if record.phase in HERE}
         first, *rest = [plan] if is_urgent else rounds_to(origin, present, plan, self._footprint)
         goal = rest[-1].placement.epoch if rest else first.placement.epoch
-        self._newest = goal
+        self.newest = goal
         self._journey = Journey(goal, tuple(rest), origin, why, now, leaving, is_way_back=is_way_back)
         return goal, self._begin(first, now)
 
@@ -453,7 +457,7 @@ class Epochs:
     def _go_back(self, journey: Journey, now: float) -> list[Command]:
         """Begin the way back to the placement that counted before; nothing if it cannot be any longer."""
         origin = journey.origin
-        placement = replace(origin.placement, epoch=self._newest + 1)
+        placement = replace(origin.placement, epoch=self.newest + 1)
         nodes = self.state.nodes
         if any(share.node not in nodes or nodes[share.node].phase not in HERE for share in placement.nodes):
             return []

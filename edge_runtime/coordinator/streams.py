@@ -11,7 +11,15 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from edge_runtime.protocol import Failed, Finished, Handoff, Submit, Tokens
+from edge_runtime.protocol import (
+    Failed,
+    Finished,
+    Handoff,
+    StillRunning,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+)
 from edge_runtime.transport.credits import Window
 
 MERGED_TOKENS = (
@@ -30,6 +38,19 @@ class Delivery(NamedTuple):
 
 
 @dataclass
+class Lost:
+    """An answer that began under another coordinator, until its client comes back for it.
+
+    since_s  when it was told of; ended: how it ended meanwhile
+    """
+
+    since_s: float
+    text: str
+    logprobs: list[TokenLogprobs]
+    ended: Finished | Failed | None = None
+
+
+@dataclass
 class Stream:
     """One request on its way.
 
@@ -41,6 +62,7 @@ class Stream:
     signature, hashes  of its prompt, once computed: for a home, and for the next one should that be lost
     moves      how often it lost its home; homeless_s: since when it has none; lost_node, why: which it was, what happened
     is_aborted  its client wants no more of it
+    lost       of one whose client has still to come back: what the client may lack. None once it has
     """
 
     submit: Submit
@@ -58,10 +80,16 @@ class Stream:
     prefilled: Handoff | None = None
     signature: np.ndarray | None = None
     hashes: tuple[bytes, ...] = ()
+    lost: "Lost | None" = None
 
     @property
     def request_id(self) -> str:
         return self.submit.request_id
+
+    @property
+    def has_ended(self) -> bool:
+        """It is only kept for its client to come back for it."""
+        return self.lost is not None and self.lost.ended is not None
 
     def next_message(self) -> Tokens:
         """Take the oldest of what waits, with as much of what follows as fits in one message."""
@@ -98,7 +126,8 @@ class Streams:
         self.num_failed = 0
 
     def __len__(self) -> int:
-        return len(self._streams)
+        """How many run."""
+        return sum(not stream.has_ended for stream in self._streams.values())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._streams)
@@ -113,6 +142,41 @@ class Streams:
         self._streams[submit.request_id] = Stream(submit, client, node, window, phase=phase)
         self._in_flight[node, phase] += 1
 
+    def adopt(self, message: StillRunning, node: str, now: float) -> None:
+        """A request runs at `node`, or has ended there, under a coordinator that is gone. Its id must be new."""
+        fields = {name: getattr(message, name) for name in Submit.__struct_fields__}
+        submit = Submit(**(fields | {"output_ids": []}))
+        lost = Lost(now, message.text, list(message.logprobs or ()), message.ended)
+        assert submit.request_id not in self._streams, f"request {submit.request_id} is already running"
+        home = node if message.ended is None else ""
+        stream = Stream(submit, b"", home, Window(0), token_ids=list(message.output_ids), lost=lost)
+        self._streams[submit.request_id] = stream
+        if home:
+            self._in_flight[home, "decode"] += 1
+
+    def attach(
+        self, request_id: str, client: bytes, num_tokens: int, num_chars: int, credit: int
+    ) -> list[Delivery] | None:
+        """Its client is back, and has that much of it: what goes to it now. None if nobody waits to be taken up so."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.lost is None:
+            return None
+        lost, stream.lost, stream.client = stream.lost, None, client
+        stream.window = Window(max(1, credit))
+        token_ids, text = stream.token_ids[num_tokens:], lost.text[num_chars:]
+        if token_ids or text:
+            logprobs = lost.logprobs[num_tokens:] or None
+            stream.waiting.append(Tokens(request_id, num_tokens, token_ids, text, logprobs))
+        return self.end(lost.ended) if lost.ended is not None else _release(stream)
+
+    def forsaken(self, before_s: float) -> list[str]:
+        """Requests that were told of before that moment and whose clients have not come back."""
+        return [
+            stream.request_id
+            for stream in self._streams.values()
+            if stream.lost is not None and stream.lost.since_s < before_s
+        ]
+
     def lose_home(self, request_id: str, why: str, now: float, *, is_planned: bool = False) -> None:
         """The request's home is gone, or is not to be its home any longer; `why` is told if no other takes it."""
         stream = self._streams[request_id]
@@ -123,7 +187,7 @@ class Streams:
 
     def homeless(self) -> list[Stream]:
         """Requests that wait for another home, in the order in which they were submitted."""
-        return [stream for stream in self._streams.values() if not stream.node]
+        return [stream for stream in self._streams.values() if not stream.node and not stream.has_ended]
 
     def move(self, request_id: str, node: str, phase: Phase = "decode") -> None:
         """`node` goes on with a request that had no home."""
@@ -175,6 +239,10 @@ class Streams:
         if stream is None or message.index != len(stream.token_ids):
             return []
         stream.token_ids += message.token_ids
+        if stream.lost is not None:
+            stream.lost.text += message.text
+            stream.lost.logprobs += message.logprobs or ()
+            return []
         stream.waiting.append(message)
         return _release(stream)
 
@@ -188,15 +256,21 @@ class Streams:
 
     def end(self, message: Finished | Failed) -> list[Delivery]:
         """The request ended: what waits goes first, then the end, whatever the window says."""
-        stream = self._streams.pop(message.request_id, None)
+        stream = self._streams.get(message.request_id)
         if stream is None:
             return []
         if stream.node:
             self._in_flight[stream.node, stream.phase] -= 1
+        if stream.lost is not None and not stream.is_aborted:  # kept until its client is back
+            stream.lost.ended, stream.node = message, ""
+            return []
+        del self._streams[message.request_id]
         if isinstance(message, Failed):
             self.num_failed += 1
         else:
             self.num_finished += 1
+        if stream.lost is not None:
+            return []  # nobody came back for it
         deliveries = []
         while stream.waiting:
             deliveries.append(Delivery(stream.client, stream.next_message()))
@@ -212,7 +286,7 @@ class Streams:
 
     def stalled_clients(self) -> set[bytes]:
         """Clients to whom nothing can be sent until they grant more: nothing else would tell that they are gone."""
-        return {stream.client for stream in self._streams.values() if not stream.window.free}
+        return {s.client for s in self._streams.values() if s.lost is None and not s.window.free}
 
 
 def _release(stream: Stream) -> list[Delivery]:

@@ -96,6 +96,10 @@ PROGRESS_S = 2.0  # a wait longer than this says what is awaited
 GREET_AGAIN_S = 1.0
 LOADER_ENDS_S = 2.0  # how long a share that is being loaded may take to be given up when the node stops
 PROBER_END_S = 1.0
+ORPHAN_S = (
+    60.0  # how long answers go on without a coordinator, and those that ended are kept for the next one
+)
+MAX_ENDED = 256  # of these at most
 SWITCH_INTERVAL_S = 0.0005  # Python's default of 5 ms would hold an engine step up for as long
 ACTIVATION_DTYPE = "float32"
 
@@ -150,6 +154,9 @@ class NodeDaemon:
         self._requests: dict[str, HomeRequest] = {}
         self._aborting: set[str] = set()  # of them, those that the engine was told to end
         self._again: dict[str, Generate] = {}  # and what comes in their place
+        # A coordinator may be gone before it passed their end on.
+        self._just_ended: dict[str, HomeRequest] = {}
+        self._coordinator_is = ""  # incarnation of the one that greeted last
         self._gauge = Gauge()
         self._prober: LinkProber | None = None
         self._fetching: dict[str, FetchJob] = {}  # of requests whose KV is on its way
@@ -230,6 +237,7 @@ class NodeDaemon:
         if self._coordinator.is_lost() or is_silent:
             log.warning("the coordinator at %s is gone; greeting it again", self._cluster.coordinator)
             self._forget_coordinator(now)
+        self._forget_requests(now)
         if not self._greeted:
             self._greet(now)
         elif now >= self._beat_at_s:
@@ -278,15 +286,45 @@ class NodeDaemon:
         self._gauge.probed(prober.links, prober.rates, prober.call, self._clock.now())
 
     def _forget_coordinator(self, now: float) -> None:
-        """Its clients cannot be reached any more, so their requests end here."""
+        """Requests go on: the next one is told of them, and their clients come back to it."""
         self._coordinator.reconnect()
         self._greeted = False
         self._greet_at_s = now
         self._coordinator_beats = Beats(now)
         self._waiting_since_s = now
         self._say_waiting_at_s = now + PROGRESS_S
-        for request_id in list(self._requests):
-            self._abort(request_id)
+
+    def _tell_requests(self, coordinator: str) -> None:
+        """Tell a coordinator that does not know them which requests run here; one that does has moved them away."""
+        knows_them, self._coordinator_is = coordinator == self._coordinator_is, coordinator
+        if knows_them:
+            self._just_ended.clear()
+            for request_id in list(self._requests):
+                self._abort(request_id)
+            return
+        if self._loader is not None:  # for a change that ended with the coordinator before
+            self._loader.is_wanted = False
+        self._next_deploy = None
+        for home in (*self._just_ended.values(), *self._requests.values()):
+            request_id = home.request.request_id
+            if (
+                home.asked is not None and home.asked.prefill_only
+            ):  # nobody is told where its blocks are to go
+                self._abort(request_id)
+            elif request_id not in self._aborting:
+                self._send(home.still_running())
+
+    def _forget_requests(self, now: float) -> None:
+        """Without a coordinator for a minute nobody comes back for them; those that ended are kept as long."""
+        if not self._greeted and now - self._waiting_since_s > ORPHAN_S:
+            for request_id in list(self._requests):
+                self._abort(request_id)
+        while self._just_ended:
+            oldest = next(iter(self._just_ended.values()))
+            assert oldest.ended_s is not None, "only requests that ended are kept so"
+            if len(self._just_ended) <= MAX_ENDED and now - oldest.ended_s <= ORPHAN_S:
+                break
+            del self._just_ended[oldest.request.request_id]
 
     def _greet(self, now: float) -> None:
         if now >= self._greet_at_s and self._coordinator.is_up():
@@ -316,11 +354,12 @@ class NodeDaemon:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Welcome():
-                if not self._greeted:
-                    log.info("in contact with the coordinator at %s", self._cluster.coordinator)
-                self._greeted = True
+            case Welcome(incarnation=incarnation):
+                was_greeted, self._greeted = self._greeted, True
                 self._beat_at_s = 0.0
+                if not was_greeted:
+                    log.info("in contact with the coordinator at %s", self._cluster.coordinator)
+                    self._tell_requests(incarnation)
             case Refused(reason="handshake"):  # another coordinator process answers: it wants a Hello first
                 self._greeted = False
             case Refused() as refused:
@@ -440,14 +479,15 @@ class NodeDaemon:
         self._publish()
         give_back()
         rss = psutil.Process().memory_info().rss
-        log.info(
-            "epoch %d: %d experts, %.1f MB of weights, %.0f MB resident, %.0f MB planned",
-            share.epoch,
-            len(share.store),
-            share.weight_bytes / 1e6,
-            rss / 1e6,
-            share.planned_bytes / 1e6,
-        )
+        if old is not share:
+            log.info(
+                "epoch %d: %d experts, %.1f MB of weights, %.0f MB resident, %.0f MB planned",
+                share.epoch,
+                len(share.store),
+                share.weight_bytes / 1e6,
+                rss / 1e6,
+                share.planned_bytes / 1e6,
+            )
         if counts_now:
             self._activate(share.epoch, then=lambda: self._release_all_but(share.epoch))
         if old is not None and old is not share:
@@ -600,7 +640,7 @@ class NodeDaemon:
         stream = AnswerStream(self._tokenizer.stream(), request.params.stop)
         stages = self._share.later.nodes if self._share.later is not None else ()
         home = self._requests[request_id] = HomeRequest(
-            request, stream, self._node.name, stages=stages, handoff=generate.handoff
+            request, stream, self._node.name, stages=stages, handoff=generate.handoff, asked=generate
         )
         if generate.prefill_only:
             asked = read_params(generate.sampling)
@@ -678,6 +718,9 @@ class NodeDaemon:
                     self._send(message, tensors)
                 if isinstance(message, Finished | Failed | Prefilled):
                     del self._requests[output.request_id]
+                    if not isinstance(message, Prefilled):
+                        home.ended_s = self._clock.now()
+                        self._just_ended[output.request_id] = home
                     self._aborting.discard(output.request_id)
                     again = self._again.pop(output.request_id, None)
                     if again is not None:

@@ -4,7 +4,7 @@ Pure. Knows the tokenizer; no socket, no engine.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -35,6 +35,8 @@ from edge_runtime.protocol import (
     Handoff,
     Prefilled,
     Served,
+    StillRunning,
+    Submit,
     Timing,
     TokenLogprobs,
     Tokens,
@@ -135,6 +137,11 @@ class HomeRequest:
     stream: AnswerStream
     node: str
     stopped: bool = False
+    asked: Generate | None = None
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ended: Finished | Failed | None = None
+    ended_s: float | None = None
     stages: Sequence[str] = ()
     handoff: Handoff | None = None
     goes_on: Callable[[], bool] | None = None
@@ -143,7 +150,7 @@ class HomeRequest:
         """Catch up with an answer that another home began. How it ended, if its last token was the end of it."""
         request = self.request
         for token_id in request.output_ids:
-            self.stream.push(token_id)
+            self.text.append(self.stream.push(token_id))
         self.stopped = self.stream.stopped
         if not request.output_ids:
             return None
@@ -158,6 +165,18 @@ class HomeRequest:
             )
         return Ended(request, reason, "", now) if reason else None
 
+    def still_running(self) -> StillRunning:
+        """What a coordinator that knows nothing of it has to know."""
+        assert self.asked is not None, "a home knows what it was asked"
+        fields = {name: getattr(self.asked, name) for name in Submit.__struct_fields__}
+        num_tokens = self.stream.num_tokens
+        return StillRunning(
+            **(fields | {"output_ids": self.request.output_ids[:num_tokens]}),
+            text="".join(self.text),
+            logprobs=self.logprobs or None,
+            ended=self.ended,
+        )
+
     def take(self, output: Output) -> tuple[list[HomeMessage], bool]:
         """Turn one output into messages; the flag says that the engine should stop this request now."""
         messages: list[HomeMessage] = []
@@ -170,6 +189,12 @@ class HomeRequest:
             messages.append(self._tokens(index, output.token_id, output.logprobs, text))
         if output.ended is not None:
             messages += self._end(output.ended)
+        for message in messages:
+            if isinstance(message, Tokens):
+                self.text.append(message.text)
+                self.logprobs += message.logprobs or ()
+            elif isinstance(message, Finished | Failed):
+                self.ended = message
         return messages, abort
 
     def _role(self, name: str) -> str:

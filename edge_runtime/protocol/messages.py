@@ -596,6 +596,18 @@ class KvBlocks(Message, frozen=True):
     )
 
 
+class Attach(Message, frozen=True):
+    """From a client whose coordinator was gone: go on with an answer. Answered by Accepted and what the client lacks.
+
+    num_tokens, num_chars  of the answer, which the client has
+    """
+
+    request_id: Name
+    num_tokens: Count = 0
+    num_chars: Count = 0
+    credit: Count = 64
+
+
 class Accepted(Message, frozen=True):
     """The request is queued at `node`; its tokens follow."""
 
@@ -655,6 +667,18 @@ class Failed(Message, frozen=True):
     detail: str
     node: Name = ""
     experts: list[tuple[Index, Index]] = []
+
+
+class StillRunning(_Prompt, frozen=True):
+    """From a home to a coordinator that does not know of it: this request runs here, or has just ended.
+
+    output_ids  its tokens so far, text and logprobs what clients were told with them
+    ended       how it ended, if it has
+    """
+
+    text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    ended: Finished | Failed | None = None
 
 
 class Abort(Message, frozen=True):

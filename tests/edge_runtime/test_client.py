@@ -9,10 +9,19 @@ import pytest
 
 from edge_runtime.client import CREDIT, PROGRESS_S, Answer, Client, Prompt
 from edge_runtime.clock import SystemClock
-from edge_runtime.errors import EXIT_CLUSTER, EXIT_USER, ClusterError, DeadlinePassed, PeerError, Refusal
+from edge_runtime.errors import (
+    EXIT_CLUSTER,
+    EXIT_USER,
+    ClusterError,
+    ConfigError,
+    DeadlinePassed,
+    PeerError,
+    Refusal,
+)
 from edge_runtime.protocol import (
     Abort,
     Accepted,
+    Attach,
     Credit,
     Failed,
     Finished,
@@ -37,8 +46,8 @@ Send = Callable[[Message], None]
 class Played:
     """Answers Hello, and gives every other message to `script(message, send)`. Keeps all that came."""
 
-    def __init__(self, script: Callable[[Message, Send], None]) -> None:
-        self.server = Server("127.0.0.1:0")
+    def __init__(self, script: Callable[[Message, Send], None], address: str = "127.0.0.1:0") -> None:
+        self.server = Server(address)
         self.script = script
         self.came: list[Message] = []
         self.is_stopping = False
@@ -303,12 +312,68 @@ def test_whoever_interrupts_a_run_has_its_requests_aborted_the_accepted_and_the_
         assert {m.request_id for m in coordinator.of(Abort)} == {m.request_id for m in coordinator.of(Submit)}
 
 
-def test_a_coordinator_that_goes_away_ends_the_run():
+def test_a_coordinator_that_goes_away_for_good_ends_the_run():
     def leave(message: Message, send: Send) -> None:
         coordinator.is_stopping = True
 
-    with played(leave) as (coordinator, client), pytest.raises(ClusterError, match="went away while"):
-        client.run([Prompt(prompt="x")], wait_ready_s=1)
+    with (
+        played(leave) as (coordinator, client),
+        pytest.raises(ClusterError, match="went away while.*come back"),
+    ):
+        client.run([Prompt(prompt="x")], wait_ready_s=1, lost_s=0.3)
+
+
+def test_a_coordinator_that_comes_back_is_asked_for_the_rest():
+    """The first one leaves after two tokens; the next one does not know the answer yet, then does."""
+    asked: list[Attach] = []
+    prompts = [Prompt(prompt="begun"), Prompt(prompt="not begun")]
+
+    def leave(message: Message, send: Send) -> None:
+        if isinstance(message, Submit) and message.prompt == "begun":
+            send(Accepted(message.request_id, "n1"))
+            send(Tokens(message.request_id, 0, [1, 2], "one two "))
+
+    def came(answer: Answer, tokens: Tokens) -> None:
+        coordinator.is_stopping = True
+
+    def go_on(message: Message, send: Send) -> None:
+        if isinstance(message, Submit):
+            answer_each(message, send)
+        if not isinstance(message, Attach):
+            return
+        asked.append(message)
+        request_id, is_begun = message.request_id, message.num_tokens > 0
+        if not is_begun or len([one for one in asked if one.request_id == request_id]) == 1:
+            send(Refused("unknown_request", "not yet", 0.05 if is_begun else None, request_id))
+            return
+        send(Accepted(request_id, "n1"))
+        send(Tokens(request_id, 2, [3], "three"))
+        send(Finished(request_id, "length", 1, 3))
+
+    with played(leave) as (coordinator, client):
+        address = coordinator.server.address
+
+        def next_one() -> None:
+            coordinator.thread.join(SOON_S)
+            while not following:  # the port is free once the one before has let it go
+                try:
+                    following.append(Played(go_on, address))
+                except ConfigError:
+                    assert not given_up.wait(0.02)
+            following[0].thread.start()
+
+        following: list[Played] = []
+        given_up = threading.Event()
+        starter = threading.Thread(target=next_one)
+        starter.start()
+        said: list[str] = []
+        begun, fresh = client.run(prompts, wait_ready_s=5, on_tokens=came, on_wait=said.append, lost_s=SOON_S)
+        starter.join(SOON_S)
+        following[0].is_stopping = True
+        following[0].thread.join(SOON_S)
+    assert (begun.text, begun.token_ids) == ("one two three", [1, 2, 3]) and fresh.text == "not begun."
+    assert {(one.num_tokens, one.num_chars) for one in asked} == {(2, 8), (0, 0)}
+    assert any("its answers go on" in line for line in said)
 
 
 def test_nobody_at_the_address_is_told_in_time():

@@ -22,6 +22,7 @@ from edge_runtime.coordinator.epochs import (
     SendDeploy,
     SendRelease,
 )
+from edge_runtime.coordinator.snapshot import Snapshot, decode_snapshot, encode_snapshot, snapshot_of
 from edge_runtime.errors import Refusal
 from edge_runtime.protocol import NodeReport
 from tests.support.coordinators import footprint
@@ -99,6 +100,7 @@ class World:
     def __init__(self, cluster: Cluster = FOUR) -> None:
         self.now = 0.0
         self.epochs = Epochs(cluster, PARTS, plan_placement(cluster, PARTS), 0.0)
+        self.first = snapshot_of(self.epochs, "m", "f"), 0.0
         self.processes: list[Process] = []
         self.started = 0
         self.log: list[tuple[str, tuple, float]] = []
@@ -272,8 +274,24 @@ class World:
             if process.name not in failed:
                 assert process.shares == {epochs.active} and process.active == epochs.active, process
 
+    def restart_coordinator(self) -> None:
+        """Another one goes on with what this one left on disk. Nodes hear nothing of it until they greet."""
+        found = decode_snapshot(encode_snapshot(snapshot_of(self.epochs, "m", "f")))
+        assert found is not None
+        self.first = found, self.now
+        self.epochs = self.begin(*self.first)
+        self.log, self.said = [], []
+        for process in self.running():
+            process.loads = []  # of a change that nobody wants any more
+
+    @staticmethod
+    def begin(found: Snapshot, now: float) -> Epochs:
+        return Epochs(
+            found.cluster, PARTS, found.placement, now, newest=found.newest, outcomes=found.outcomes
+        )
+
     def check_replay(self) -> None:
-        again = Epochs(self.first_cluster, PARTS, plan_placement(self.first_cluster, PARTS), 0.0)
+        again = self.begin(*self.first)
         said: list[Command] = []
         for what, arguments, now in self.log:
             result = getattr(again, what)(*arguments, now)
@@ -281,11 +299,9 @@ class World:
         assert said == self.said
         assert again.state == self.epochs.state and again.change == self.epochs.change
 
-    first_cluster = FOUR
-
 
 class AnyClusterLife(RuleBasedStateMachine):
-    """Nodes start, die, freeze, come back, load or fail to; people apply files and drain nodes; messages are late."""
+    """Nodes and coordinators start and die; nodes freeze, come back, load or fail to; people apply files and drain nodes."""
 
     @initialize()
     def begin(self):
@@ -345,6 +361,10 @@ class AnyClusterLife(RuleBasedStateMachine):
             self.world.call("apply_plan", self.world.epochs.plan(wanted), "a file was applied")
         except (TopologyError, Refusal):
             pass  # refused: nothing changes
+
+    @rule()
+    def restart_the_coordinator(self):
+        self.world.restart_coordinator()
 
     @rule(name=st.sampled_from(NAMES))
     def drain(self, name):

@@ -3,11 +3,12 @@
 from collections import defaultdict
 
 import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from edge_runtime.coordinator.streams import MERGED_CHARS, MERGED_TOKENS, Delivery, Streams
-from edge_runtime.protocol import Failed, Finished, Submit, TokenLogprobs, Tokens, encode
+from edge_runtime.protocol import Failed, Finished, StillRunning, Submit, TokenLogprobs, Tokens, encode
 
 LETTERS = st.text("abc\u00e9\U0001f600", max_size=3)
 
@@ -197,3 +198,74 @@ def test_a_request_without_a_home_can_end():
     )
     assert len(streams.end(Finished("r", "abort"))) == 1
     assert len(streams) == 0 and streams.in_flight("n1") == 0
+
+
+PARTS = st.lists(st.tuples(st.integers(1, 2), LETTERS), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(PARTS, st.data(), st.booleans())
+def test_a_client_that_comes_back_gets_the_rest_of_its_answer_once(parts, data, ends: bool) -> None:
+    """Whatever it had when the coordinator went, and however much came before it was back."""
+    had = data.draw(st.integers(0, len(parts)))
+    told = data.draw(st.integers(had, len(parts)))
+    back = data.draw(st.integers(told, len(parts)))
+    ids = [[index] * count for index, (count, _) in enumerate(parts)]
+    texts = [text for _, text in parts]
+
+    def flat(lists: list[list[int]]) -> list[int]:
+        return [token for each in lists for token in each]
+
+    streams = Streams()
+    streams.adopt(
+        StillRunning("r", prompt="p", output_ids=flat(ids[:told]), text="".join(texts[:told])), "n1", 5.0
+    )
+    assert streams.in_flight("n1") == 1 and streams.stalled_clients() == set()
+    got: list[Delivery] = []
+
+    def come(index: int) -> None:
+        nonlocal got
+        got += streams.tokens(Tokens("r", len(flat(ids[:index])), ids[index], texts[index]))
+
+    for index in range(told, back):
+        come(index)
+    finished = Finished("r", "length")
+    is_early = ends and back == len(parts) and data.draw(st.booleans())
+    if is_early:
+        assert streams.end(finished) == [] and len(streams) == 0, "it is kept for its client"
+    assert got == []
+    num_chars = len("".join(texts[:had]))
+    attached = streams.attach("r", b"c", len(flat(ids[:had])), num_chars, 64)
+    assert attached is not None
+    got += attached
+    for index in range(back, len(parts)):
+        come(index)
+    if not is_early:
+        got += streams.end(finished)
+    assert [delivery.client for delivery in got] == [b"c"] * len(got)
+    messages = [delivery.message for delivery in got]
+    assert messages[-1] == finished and streams.in_flight("n1") == 0
+    tokens = [message for message in messages if isinstance(message, Tokens)]
+    assert [token for message in tokens for token in message.token_ids] == flat(ids[had:])
+    assert "".join(message.text for message in tokens) == "".join(texts[had:])
+    assert streams.attach("r", b"c", 0, 0, 1) is None and "r" not in streams
+
+
+def test_an_answer_that_nobody_comes_back_for_is_forsaken_and_dropped() -> None:
+    streams = Streams()
+    streams.adopt(StillRunning("runs", prompt="p"), "n1", 5.0)
+    streams.adopt(StillRunning("over", prompt="p", ended=Finished("over", "stop")), "n1", 6.0)
+    assert len(streams) == 1 and streams.in_flight("n1") == 1 and streams.homeless() == []
+    assert streams.forsaken(5.5) == ["runs"]
+    for request_id in streams.forsaken(9.0):
+        streams.abort(request_id)
+        assert streams.end(Finished(request_id, "abort")) == []
+    assert list(streams) == [] and streams.in_flight("n1") == 0
+
+
+def test_logprobs_come_back_with_the_tokens_that_a_client_lacks() -> None:
+    streams, logprobs = Streams(), [TokenLogprobs(token, -1.0) for token in (1, 2, 3)]
+    told = StillRunning("r", prompt="p", output_ids=[1, 2, 3], text="abc", logprobs=logprobs)
+    streams.adopt(told, "n1", 0.0)
+    [delivery] = streams.attach("r", b"c", 1, 1, 4) or []
+    assert delivery.message == Tokens("r", 1, [2, 3], "bc", logprobs[1:])

@@ -22,7 +22,8 @@ def tokenizer():
 def home_of(tokenizer, *, output_ids=(), **sampling):
     generate = Generate("r", prompt="Once", sampling=SAMPLING | sampling, output_ids=list(output_ids))
     request = make_request(generate, tokenizer, vocab_size=8192, context_tokens=512, now=0.0)
-    return HomeRequest(request, AnswerStream(tokenizer.stream(), request.params.stop), "n1")
+    stream = AnswerStream(tokenizer.stream(), request.params.stop)
+    return HomeRequest(request, stream, "n1", asked=generate)
 
 
 def told(home, ids, last="length"):
@@ -129,3 +130,23 @@ def test_with_an_encoder_the_prompt_is_what_it_reads_and_the_answer_begins_behin
     make_request(Generate("r", prompt_ids=[1] * 495, sampling=SAMPLING), tokenizer, **given)
     with pytest.raises(RequestError, match="496 tokens but the context holds 496"):
         make_request(Generate("r", prompt_ids=[1] * 496, sampling=SAMPLING), tokenizer, **given)
+
+
+def test_the_next_coordinator_is_told_all_that_clients_were_told(tokenizer):
+    ids = tokenizer.encode("Once upon a time there was a lighthouse.")
+    home = home_of(tokenizer, output_ids=ids[:3])
+    assert home.resume((), 512, 0.0) is None
+    for token_id in ids[3:6]:
+        home.request.output_ids.append(token_id)
+        home.take(Output("r", token_id, None, None))
+    told_so_far = home.still_running()
+    assert (told_so_far.request_id, told_so_far.prompt, told_so_far.ended) == ("r", "Once", None)
+    assert told_so_far.output_ids == ids[:6] and told_so_far.sampling == home.asked.sampling
+    assert tokenizer.decode(ids).startswith(told_so_far.text) and told_so_far.text
+    for token_id in ids[6:]:
+        home.request.output_ids.append(token_id)
+        ended = Ended(home.request, "length", "", 1.0) if token_id == ids[-1] else None
+        home.take(Output("r", token_id, None, ended))
+    whole = home.still_running()
+    assert whole.output_ids == ids and whole.text == tokenizer.decode(ids)
+    assert isinstance(whole.ended, Finished) and whole.ended.completion_tokens == len(ids)
