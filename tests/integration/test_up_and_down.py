@@ -51,7 +51,8 @@ def test_down_leaves_no_process_and_no_record_time_after_time(cluster: LocalClus
         wait_until_gone(pids.values(), deadline_s=0.5)
         assert not cluster.processes() and not records(cluster)
     names = sorted(path.name for path in cluster.topology.parent.rglob("*") if path.is_file())
-    assert names == ["attic.log", "coordinator.log", "desk.log", "topology.py", "topology.toml", "up.lock"]
+    logs = ["attic.log", "coordinator.log", "desk.log"]
+    assert names == [*logs, "topology.good", "topology.py", "topology.toml", "up.lock"]
     again = cluster.down()
     assert again.exit_code == 0 and "nothing" in again.stderr
 
