@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from calibration import corpus
 from calibration.exact_model import STEP_ROWS, ExactModel
+from calibration.generate import Generation
 from calibration.mismatch import Mismatch
 from calibration.observe import Observation
 from calibration.passes import Pass, Progress, Unfinished, run_pass
@@ -34,6 +35,8 @@ class Options(NamedTuple):
     seed: int = 1
     step_rows: int = STEP_ROWS
     """Rows that are computed together, and so how often a stop can be taken up."""
+    generates: bool = False
+    """Decode what the model itself goes on with, not the text."""
     num_homes: int = 8
     """Clusters that signatures are grouped into; a cluster of another number of homes groups them anew."""
 
@@ -73,8 +76,15 @@ def calibrate(
     refuse_too_few(requests, gate.num_experts, gate.top_k)
     if len(requests) < options.num_requests:
         say(f"the corpus gives {len(requests)} requests, fewer than the {options.num_requests} asked for")
+    generated = ("generated", lengths.decode_tokens) if options.generates else ()
     read = fingerprint(
-        requests, PASSES_VERSION, FORMAT_VERSION, checkpoint.model_hash, options.seed, options.step_rows
+        requests,
+        PASSES_VERSION,
+        FORMAT_VERSION,
+        checkpoint.model_hash,
+        options.seed,
+        options.step_rows,
+        *generated,
     )
     about = {
         "requests": len(requests),
@@ -85,7 +95,7 @@ def calibrate(
     }
     model = ExactModel(
         checkpoint,
-        context_tokens=max(request.num_tokens for request in requests) + 1,
+        context_tokens=lengths.prompt_tokens + lengths.decode_tokens + 1,
         step_rows=options.step_rows,
         progress=lambda done, total, what: progress("load", done, total),
     )
@@ -108,6 +118,11 @@ def calibrate(
         if begun:
             say(f"{work.name} went on at {begun} of {work.num_units}, where it had been stopped")
 
+    if options.generates:
+        generation = Generation(model, requests, lengths.decode_tokens, seed=options.seed)
+        run(generation)
+        requests = generation.requests
+        about |= {"tokens": sum(request.num_tokens for request in requests), "decoded": "generated"}
     observation = Observation(model, requests, seed=options.seed)
     run(observation)
     write(observed_sections(observation, requests, reading.domains, options.seed))

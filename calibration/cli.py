@@ -86,6 +86,11 @@ def calibrate() -> None:
     type=click.IntRange(1),
     help="Machines that answer: requests are grouped into so many clusters. Another number is grouped anew.",
 )
+@click.option(
+    "--generate",
+    is_flag=True,
+    help="Decode what the model itself goes on with instead of what the text does.",
+)
 @click.option("--seed", default=1, show_default=True, help="The same requests come again with the same seed.")
 @click.option(
     "--threads", default=None, type=click.IntRange(1), help="Default: every core this process may use."
@@ -98,6 +103,7 @@ def run(
     prompt: int,
     decode: int,
     homes: int,
+    generate: bool,
     seed: int,
     threads: int | None,
 ) -> None:
@@ -118,7 +124,7 @@ def run(
             model,
             corpus,
             out,
-            Options(requests, Lengths(prompt, decode), seed, num_homes=homes),
+            Options(requests, Lengths(prompt, decode), seed, generates=generate, num_homes=homes),
             clock,
             progress=progress,
             say=_say,

@@ -170,7 +170,7 @@ class _Tally:
         logits = torch.empty(len(rows), model.spec.vocab_size)
         of_row = torch.full((len(step.token_ids),), -1)
         of_row[rows] = torch.arange(len(rows))
-        for part in _one_by_one(step):
+        for part in step.turns():
             hidden = self._run(model, step.rows(part), first)
             wanted = (of_row[part] >= 0).nonzero().view(-1)
             if len(wanted):
@@ -254,14 +254,3 @@ class _Tally:
 def _losses(sums: Tensor) -> Losses:
     tokens, exact_nats, nats, agreed, divergence = sums.tolist()
     return Losses(round(tokens), exact_nats, nats, round(agreed), divergence)
-
-
-def _one_by_one(step: Step) -> list[Tensor]:
-    """The rows of a step as they are run on a node: all prompts, then each request's decoding rows one at a time."""
-    parts = [(~step.is_decode).nonzero().view(-1)]
-    decoding = step.is_decode.nonzero().view(-1)
-    of = step.request[decoding]
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(of).cumsum(0)])
-    turn = torch.arange(len(decoding)) - starts[of]
-    parts += [decoding[turn == number] for number in range(int(turn.max()) + 1 if len(turn) else 0)]
-    return [part for part in parts if len(part)]

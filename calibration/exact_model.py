@@ -58,6 +58,15 @@ class Step(NamedTuple):
             self.next_ids[index],
         )
 
+    def turns(self) -> list[Tensor]:
+        """Its rows as a node runs them: those of all prompts, then one decoding row of each request at a time."""
+        decoding = self.is_decode.nonzero().view(-1)
+        of = self.request[decoding]
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(of).cumsum(0)])
+        turn = torch.arange(len(decoding)) - starts[of]
+        parts = [decoding[turn == number] for number in range(int(turn.max()) + 1 if len(turn) else 0)]
+        return [part for part in [(~self.is_decode).nonzero().view(-1), *parts] if len(part)]
+
 
 class Routed(NamedTuple):
     """What one layer's gate chose; n rows of the step. Views that the next segment overwrites."""

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from edge_runtime.artifacts import Artifact
 from edge_runtime.errors import ArtifactError, ConfigError
+from edge_runtime.tables import table_text
 
 BAR_COLUMNS = 24
-MAX_WIDTH = 2000
 NEEDED = ("similarity", "frequency", "sensitivity", "mismatch")
 
 
@@ -153,10 +152,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         table.add_column(title, justify="right")
     for row in rows:
         table.add_row(str(row["layer"]), *(form.format(row[name]) for name, _, form in shown))
-    console = Console(width=MAX_WIDTH, color_system=None, force_terminal=False, markup=False, emoji=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return table_text(table)
 
 
 def _bars(values: Sequence[tuple[str, float]]) -> list[str]:

@@ -73,7 +73,7 @@ def status_table(body: dict[str, Any]) -> str:
             str(report.get("calls_served", 0)),
         )
     faults = [f"{node['name']}: {node['fault']}" for node in body["nodes"] if node["fault"]]
-    return "\n".join([*head, "", _text(table), *faults, *_speed_lines(body)])
+    return "\n".join([*head, "", table_text(table), *faults, *_speed_lines(body)])
 
 
 def _speed_lines(body: dict[str, Any]) -> list[str]:
@@ -180,7 +180,9 @@ def plan_table(body: dict[str, Any]) -> str:
         for one in body["predicted"]
     ]
     told = f"between two tokens of a request, as predicted: {', '.join(predicted)}"
-    return "\n".join([head, _rule_line(body), "", _text(table), "", *reasons, *([told] if predicted else [])])
+    return "\n".join(
+        [head, _rule_line(body), "", table_text(table), "", *reasons, *([told] if predicted else [])]
+    )
 
 
 def _rule_line(body: dict[str, Any]) -> str:
@@ -200,7 +202,7 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f}"
 
 
-def _text(table: Table) -> str:
+def table_text(table: Table) -> str:
     """A table as wide as it needs, whatever the terminal, so that pipes and people see the same.
 
     Cells are plain text: an address like [fe80::a:1] would else lose its `:a:` to an emoji.

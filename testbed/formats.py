@@ -1,11 +1,10 @@
 """Perplexity and bytes of a model in every weight format: `python -m testbed.formats --text FILE...`.
 
-Reads text given by the user: one document a line of jsonl (its "text"), or a whole file otherwise. Of each document the
-first window is read, in one step; every token from the second on counts. A format is that of the routed experts
+Reads text given by the user: one document a line of jsonl (its "text"), parts of some 4,000 characters otherwise. Of each
+document the first window is read, in one step; every token from the second on counts. A format is that of the routed experts
 (a node's `weight_format`), or, as "int8/int4", of experts and trunk (its `trunk_format`). Knows no cluster.
 """
 
-import gzip
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,9 @@ import click
 import torch
 from tokenizers import Tokenizer
 
+from calibration.corpus import read_documents
 from edge_runtime.cache.pages import KVPages
+from edge_runtime.errors import CorpusError
 from edge_runtime.model.attention import AttentionBatch
 from edge_runtime.model.build import load_experts, load_trunk
 from edge_runtime.model.checkpoint import Checkpoint
@@ -43,32 +44,12 @@ class Row:
     trunk_bytes: int
 
 
-def documents(path: Path) -> Iterator[str]:
-    """The texts of a file: of jsonl (.gz or not) each line's "text", else the whole file."""
-    with (
-        gzip.open(path, "rt", encoding="utf-8")
-        if path.suffix == ".gz"
-        else path.open(encoding="utf-8") as file
-    ):
-        if ".jsonl" not in path.suffixes:
-            yield file.read()
-            return
-        for number, line in enumerate(file, 1):
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise click.BadParameter(
-                    f'{path}, line {number}: found no JSON object with "text", expected one'
-                ) from error
-            yield str(text)
-
-
 def windows(
     paths: Sequence[Path], tokenizer: Tokenizer, length: int, most: int | None
 ) -> Iterator[list[int]]:
     """The first `length` token ids of each document, of at most `most` documents of each file."""
     for path in paths:
-        for text in islice(documents(path), most):
+        for text in islice(read_documents(path), most):
             yield tokenizer.encode(text).ids[:length]
 
 
@@ -170,7 +151,10 @@ def main(
     if wrong := [name for name in wanted if not {*parted(name)} <= {*allowed}]:
         raise click.BadParameter(f"formats: found {', '.join(wrong)}, expected some of {', '.join(allowed)}")
     loaded = Model(model, context)
-    read = list(windows((*texts, *more), loaded.tokenizer, loaded.context_tokens, most))
+    try:
+        read = list(windows((*texts, *more), loaded.tokenizer, loaded.context_tokens, most))
+    except CorpusError as error:
+        raise click.BadParameter(str(error)) from error
     read = [ids for ids in read if len(ids) > 1]
     if not read:
         raise click.BadParameter(

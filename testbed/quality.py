@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from calibration import corpus
@@ -22,9 +21,9 @@ from edge_runtime.errors import ConfigError, CorpusError
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.selector.choose import POLICIES
+from edge_runtime.tables import table_text
 from testbed.stand_ins import RULES, LowestReplaced
 
-MAX_WIDTH = 2000
 COLUMNS = (
     "tokens",
     "perplexity",
@@ -169,11 +168,8 @@ def quality_table(outcomes: Sequence[Outcome], *, by_domain: bool) -> str:
                 f"{100 * row['dropped']:.2f}" if is_sum else "",
                 *(f"{row[name]:.4f}" if name in row else "" for name in noted),
             )
-    console = Console(width=MAX_WIDTH, color_system=None, force_terminal=False, markup=False, emoji=False)
-    with console.capture() as capture:
-        console.print(table)
     foot = "rise: of the geometric mean over domains of perplexity, with its standard error; changed, dropped: of gate weight"
-    return "\n".join([*(line.rstrip() for line in capture.get().splitlines()), foot])
+    return f"{table_text(table)}\n{foot}"
 
 
 def quality_csv(outcomes: Sequence[Outcome]) -> str:

@@ -103,6 +103,19 @@ def test_a_calibration_that_is_stopped_at_any_unit_ends_with_the_same_bytes(
     assert contents(stopped.folder) == contents(whole.folder)
 
 
+def test_generated_tokens_take_the_place_of_the_text(model: Path, corpus: Path, tmp_path: Path):
+    of_text, generated = (
+        calibrate(model, corpus, tmp_path / name, OPTIONS._replace(generates=generates), ManualClock())
+        for name, generates in (("text", False), ("generated", True))
+    )
+    assert of_text.index.corpus["fingerprint"] != generated.index.corpus["fingerprint"]
+    assert generated.index.corpus["decoded"] == "generated"
+    assert set(generated.tensor("requests", "decode_tokens").tolist()) == {24}
+    prompts = [found.tensor("requests", "prefill_counts") for found in (of_text, generated)]
+    decoded = [found.tensor("requests", "decode_counts") for found in (of_text, generated)]
+    assert torch.equal(*prompts) and not torch.equal(*decoded)
+
+
 def test_another_models_artifact_is_not_written_into(run: Run, model: Path, corpus: Path, tmp_path: Path):
     write_section(tmp_path / "out", "frequency", {"overall": torch.ones(1)}, model_hash="f" * 32)
     code, _, said = run("calibrate", model, "--corpus", corpus, "--out", tmp_path / "out")

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from kernels.packing import packed_expert_bytes
-from testbed.formats import documents, main
+from testbed.formats import main
 
 TEXT = "The quick brown fox jumps over the lazy dog. for i in range(10):\n    print(i)\n" * 4
 
@@ -24,13 +24,6 @@ def lines(tmp_path):
 
 def run(*arguments):
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def test_documents_come_from_lines_or_are_whole_files(lines, tmp_path):
-    plain = tmp_path / "some.txt"
-    plain.write_text("one\ntwo", encoding="utf-8")
-    assert list(documents(plain)) == ["one\ntwo"]
-    assert len(list(documents(lines))) == 3
 
 
 def test_finer_formats_are_nearer_to_the_stored_weights(lines, demo_model):
