@@ -272,11 +272,15 @@ def account_of(served: Served) -> Account | None:
     found = np.array(served.served, dtype=np.float64)
     if not served.hosts or found.shape != (2, len(served.hosts)) or not np.isfinite(found).all():
         return None
-    return Account(found, served.hosts)
+    return Account(found, served.hosts, served.here)
 
 
 def _served(account: Account | None) -> Served:
-    return Served() if account is None else Served(list(account.host_names), account.served.tolist())
+    return (
+        Served()
+        if account is None
+        else Served(list(account.host_names), account.served.tolist(), account.here)
+    )
 
 
 def _timing(ended: Ended, num_tokens: int, handoff: Handoff | None = None) -> Timing:

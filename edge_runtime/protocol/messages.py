@@ -522,10 +522,14 @@ class Timing(Struct, frozen=True):
 
 
 class Served(Struct, frozen=True):
-    """What a request cost so far: `hosts` by name, the home first; `served` [2][hosts], gate weight and slots."""
+    """What a request cost so far: `hosts` by name, the home first; `served` [2][hosts], gate weight and slots.
+
+    here  gate weight served where its rows were; None: what the first host served
+    """
 
     hosts: list[Name] = []
     served: list[list[float]] = []
+    here: float | None = None
 
 
 class Handoff(Struct, frozen=True):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime.cache.block_pool import BlockPool
+from edge_runtime.cache.block_store import BlockStore
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.clock import Clock, ManualClock
 from edge_runtime.engine.engine import Ended, Engine, Output
@@ -133,7 +134,7 @@ def engine_of(
         decoder = decoder_of(spec, whole.trunk(first, last), pages, max_rows=max_rows, counts=counts)
         table = RequestTable(max_running, context_tokens)
         served_by = port or placed_experts(whole)
-        stages.append(Runner(decoder, served_by, table, clock, signatures=signatures))
+        stages.append(Runner(decoder, served_by, table, clock, signatures=signatures, pages=pages))
     settings = SchedulerSettings(
         vocab_size=spec.vocab_size,
         context_tokens=context_tokens,
@@ -142,8 +143,12 @@ def engine_of(
         max_running=max_running,
     )
     scheduler = scheduler_of(settings, num_blocks)
-    runner = stages[0] if len(stages) == 1 else StagedRunner(stages)
-    return Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
+    if len(stages) > 1:
+        return Engine(scheduler, StagedRunner(stages), Sampler(spec.vocab_size), clock)
+    runner = stages[0]
+    assert runner.pages is not None, "just made"
+    blocks = BlockStore(scheduler.pool, runner.pages, runner.signatures)
+    return Engine(scheduler, runner, Sampler(spec.vocab_size), clock, blocks)
 
 
 class ChainedStages:

@@ -1,14 +1,17 @@
 """A request at its home: what comes in wrong is refused, what goes out is whole, and another home's answer goes on."""
 
+import numpy as np
 import pytest
 
+from edge_runtime.engine.bill import Account
 from edge_runtime.engine.engine import Ended, Output
+from edge_runtime.engine.request import Request, SamplingParams
 from edge_runtime.errors import RequestError
 from edge_runtime.model.spec import EncoderSpec
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.answers import AnswerStream
-from edge_runtime.node.requests import HomeRequest, make_request
-from edge_runtime.protocol import Failed, Finished, Generate, Tokens
+from edge_runtime.node.requests import HomeRequest, account_of, ended_by, make_request
+from edge_runtime.protocol import Failed, Finished, Generate, Prefilled, Served, Tokens
 from tests.support.greedy import MODEL as DEMO_MODEL
 
 SAMPLING = {"max_tokens": 40, "seed": 1}
@@ -150,3 +153,51 @@ def test_the_next_coordinator_is_told_all_that_clients_were_told(tokenizer):
     whole = home.still_running()
     assert whole.output_ids == ids and whole.text == tokenizer.decode(ids)
     assert isinstance(whole.ended, Finished) and whole.ended.completion_tokens == len(ids)
+
+
+def test_a_request_that_is_only_prefilled_ends_here_or_goes_on_elsewhere(tokenizer):
+    for goes_on in (True, False):
+        request = Request("r", [5, 6, 7], SamplingParams(max_tokens=1), 0.0)
+        request.output_ids.append(9)
+        home = HomeRequest(
+            request, AnswerStream(tokenizer.stream(), ()), "worker", goes_on=lambda it=goes_on: it
+        )
+        account = Account(np.array([[2.0, 1.0], [8.0, 4.0]]), ["worker", "lender"])
+        ended = Ended(request, "length", "", 1.0, account=account)
+        (tokens, last), _ = home.take(Output("r", 9, None, ended))
+        assert tokens.token_ids == [9]
+        assert isinstance(last, Prefilled if goes_on else Finished)
+        if goes_on:
+            assert last.served.hosts == ["worker", "lender"]
+            back = account_of(last.served)
+            assert (back.served == account.served).all() and back.weight_here == 2.0
+
+
+@pytest.mark.parametrize(
+    "served",
+    [
+        Served(),
+        Served(["a"], [[1.0]]),
+        Served(["a"], [[1.0, 2.0], [1.0, 2.0]]),
+        Served(["a"], [[float("nan")], [1.0]]),
+    ],
+)
+def test_costs_that_make_no_sense_are_left_off_the_bill(served):
+    assert account_of(served) is None
+
+
+@pytest.mark.parametrize(
+    ("output_ids", "changes", "reason"),
+    [
+        ([5], {}, None),
+        ([2], {}, "stop"),
+        ([2], {"ignore_eos": True}, None),
+        ([7], {"stop_token_ids": (7,)}, "stop"),
+        ([5], {"max_tokens": 1}, "length"),
+    ],
+)
+def test_what_ends_an_answer_is_known_without_an_engine(output_ids, changes, reason):
+    params = SamplingParams(**({"max_tokens": 8} | changes))
+    limits = {"eos_ids": (2,), "context_tokens": 100}
+    assert ended_by(output_ids, params, num_tokens=4, **limits) == reason
+    assert ended_by([5], SamplingParams(), num_tokens=100, **limits) == "length"
