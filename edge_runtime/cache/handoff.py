@@ -82,6 +82,7 @@ class BlockFetch:
         del self._asked[0]
         if num_blocks < ask.num_blocks:
             self._end = ask.first + num_blocks
+            self._asked.clear()
             self.why = "the source does not have all of them any more"
         self.num_taken = ask.first + num_blocks
         return Ask(number, ask.first, num_blocks) if num_blocks else None
