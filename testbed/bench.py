@@ -104,14 +104,14 @@ def measure(
     with running.client() as client:
         client.connect()
         _round(client, prompts, streams, max_tokens, clock)
-        before = _settled(client, clock)
+        before = settled(client, clock)
         for _ in range(rounds):
             rate, first, between = _round(client, prompts, streams, max_tokens, clock)
             rates.append(rate)
             ttfts += first
             gaps += between
-        after = _settled(client, clock)
-    counted = _difference(before, after)
+        after = settled(client, clock)
+    counted = difference(before, after)
     tokens = counted["tokens_generated"]
     steps = max(counted["step_steps"], 1.0)
     num_layers = _num_layers(running.cluster)
@@ -159,7 +159,7 @@ def _round(
     return num_tokens / (ended - began), first, gaps
 
 
-def _settled(client: Client, clock: Clock) -> dict[str, float]:
+def settled(client: Client, clock: Clock) -> dict[str, float]:
     """The nodes' counters, summed, once their heartbeats have caught up with an idle cluster."""
     deadline = clock.now() + SETTLE_S
     last: dict[str, float] | None = None
@@ -185,7 +185,7 @@ def _totals(body: dict[str, Any]) -> dict[str, float]:
     return totals
 
 
-def _difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 

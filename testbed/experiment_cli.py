@@ -37,6 +37,15 @@ HERE = Path(__file__).resolve().parent
 @click.option("--seed", default=1, show_default=True, help="The same documents come with the same seed.")
 @click.option("--sweep", is_flag=True, help="Also sweep budgets, memory ratios and numbers of nodes.")
 @click.option("--roam", "roams", is_flag=True, help="Also let tokens roam, with and without look-ahead.")
+@click.option(
+    "--daemons",
+    is_flag=True,
+    help="Also measure the policies without a sweep through real daemons with shaped links, requests coming at random.",
+)
+@click.option("--requests", default=40, show_default=True, type=click.IntRange(1), help="With --daemons.")
+@click.option(
+    "--rate", default=4.0, show_default=True, help="With --daemons: requests that come in a second."
+)
 @click.option("--threads", default=None, type=click.IntRange(1), help="Default: all cores.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for CSV and pictures.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
@@ -53,6 +62,9 @@ def stand_ins(
     seed: int,
     sweep: bool,
     roams: bool,
+    daemons: bool,
+    requests: int,
+    rate: float,
     threads: int | None,
     out: Path | None,
     as_json: bool,
@@ -69,8 +81,8 @@ def stand_ins(
     from topology.files import read_cluster
     from topology.units import parse_duration, parse_rate
 
-    if folder is None and not roams:
-        raise click.UsageError("give --corpus, or --roam for what needs none")
+    if folder is None and not (roams or daemons):
+        raise click.UsageError("give --corpus, or --roam or --daemons for what needs none")
     try:
         links = {"rtt_s": parse_duration(rtt), "bandwidth_bps": parse_rate(bandwidth)}
     except ValueError as error:
@@ -80,7 +92,7 @@ def stand_ins(
     results: dict[str, list[dict[str, Any]]] = {}
     if folder is not None:
         hub = experiment.Hub(cluster, home=home, streams=streams, **links)
-        requests, domains = validation_requests(
+        texts, domains = validation_requests(
             folder,
             Tokenizer.open(cluster.model),
             documents=documents,
@@ -90,10 +102,29 @@ def stand_ins(
         )
         policies = [*experiment.COMPARED, *(experiment.swept() if sweep else ())]
         with shown_progress() as progress:
-            results["home"] = hub.run(policies, requests, domains, progress)
+            results["home"] = hub.run(policies, texts, domains, progress)
     if roams:
         traits, losses = experiment.learned(cluster, Checkpoint.open(cluster.model).model_hash)
         results["roam"] = experiment.roam(traits, losses)
+    if daemons:
+        from edge_runtime.clock import SystemClock
+        from testbed.through_daemons import through_daemons
+
+        lines = (HERE / "prompts" / "domains.jsonl").read_text(encoding="utf-8").splitlines()
+        with shown_progress() as progress:
+            results["daemons"] = through_daemons(
+                topology,
+                [policy for policy in experiment.COMPARED if policy.budget <= 1],
+                [json.loads(line)["prompt"] for line in lines],
+                SystemClock(),
+                rtt=rtt,
+                bandwidth=bandwidth,
+                num_requests=requests,
+                rate_per_s=rate,
+                max_tokens=decode,
+                seed=seed,
+                progress=progress,
+            )
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         for name, rows in results.items():

@@ -23,7 +23,7 @@ from edge_runtime.selector.learned import Losses
 from topology.grouping import Groups
 
 HALF_LIFE_S = 1.0  # of an estimate: what was measured a second ago counts half
-ROW_TYPICAL_LOSS = 1e-6  # where no substitution is possible, and so no price matters
+LEAST_LOSS = 1e-6  # of a typical layer: stand-ins that cost nothing need no price
 
 
 class HomeSelector:
@@ -109,18 +109,16 @@ class HomeSelector:
         wait_s[host] += weight * (waited_s - wait_s[host])
 
     def start_price(self) -> float:
-        """Seconds for a unit of loss at which one typical substitution is worth one typical call."""
+        """Seconds for a unit of loss at which sparing a typical row all that a layer has elsewhere is worth a call."""
         waits = self._peers.wait_s[1:-1]
-        typical = []
-        for layer in self._row_of:
-            view = self.view(layer)
-            if view is not None:
-                away = np.flatnonzero(view.closest >= 0)
-                typical.append(view.loss[away, view.closest[away]])
+        typical: list[NDArray[np.float32]] = []
+        num_away = []  # slots of a row
+        for view in filter(None, map(self.view, self._row_of)):
+            away = np.flatnonzero(view.closest >= 0)
+            typical.append(view.loss[away, view.closest[away]])
+            num_away.append(self._num_columns * float((view.host_of != HERE).mean()))
         found = np.concatenate(typical) if typical else np.empty(0)
-        loss = (
-            float(np.median(found)) / self._num_columns**self._losses.power
-            if len(found)
-            else ROW_TYPICAL_LOSS
-        )
-        return float(np.median(waits)) / max(loss, ROW_TYPICAL_LOSS) if len(waits) else 0.0
+        if not len(found) or not len(waits):
+            return 0.0
+        slot_loss = float(np.median(found)) / self._num_columns**self._losses.power
+        return float(np.median(waits)) / max(slot_loss * max(1.0, float(np.mean(num_away))), LEAST_LOSS)

@@ -10,10 +10,12 @@ from click.testing import CliRunner
 
 from edge_runtime.artifacts import Artifact
 from edge_runtime.selector.learned import read_losses, read_traits
-from testbed.experiment import as_csv, roam, shaped, swept
+from testbed.experiment import Policy, as_csv, roam, shaped, swept
 from testbed.experiment_cli import stand_ins
 from testbed.roam import Rule, uneven_servers, walk
+from testbed.through_daemons import shaped_file
 from tests.support.calibrating import small_corpus
+from topology.cluster import Link
 from topology.files import read_cluster
 
 
@@ -97,3 +99,12 @@ def test_a_table_of_roaming_has_a_line_for_each_rule_and_seed(artifact):
 def test_without_a_corpus_there_is_only_roaming(tmp_path: Path):
     told = CliRunner().invoke(stand_ins, [])
     assert told.exit_code == 2 and "--corpus" in told.output
+
+
+def test_a_shaped_file_keeps_its_nodes_and_has_the_links_and_rules_of_the_policy(repository, tmp_path: Path):
+    source = repository / "testbed" / "scenarios" / "eight_nodes.toml"
+    policy = Policy("x", "popularity", "paper", 0.007, ratio=1.5)
+    found = read_cluster(shaped_file(source, tmp_path, policy, "5 ms", "200 Mbit/s"))
+    assert found.node_names == read_cluster(source).node_names
+    assert (found.placement, found.selector, found.memory_ratio) == ("popularity", "paper", 1.5)
+    assert found.links == () and found.link("tower", "board-b") == Link("tower", "board-b", 0.005, 2e8)
