@@ -112,11 +112,16 @@ def cli() -> None:
 @cli.command(epilog=_example("edge-runtime up --topology testbed/scenarios/eight_nodes.toml --detach"))
 @topology_option
 @shape_option
+@click.option(
+    "--limits",
+    is_flag=True,
+    help="Hold each process to the `memory` and `cpu_share` of the file, by control group where that is allowed.",
+)
 @click.option("--detach", is_flag=True, help="Return when all nodes are ready; `down` stops them.")
 @click.option(
     "--wait", "wait_s", default=READY_S, show_default=True, help="Seconds until all nodes must be ready."
 )
-def up(topology: Path | None, shape: bool, detach: bool, wait_s: float) -> None:
+def up(topology: Path | None, shape: bool, limits: bool, detach: bool, wait_s: float) -> None:
     """Start the coordinator and every node of the file on this machine."""
     from edge_runtime import launch
 
@@ -136,7 +141,7 @@ def up(topology: Path | None, shape: bool, detach: bool, wait_s: float) -> None:
         f"cluster {cluster.name}: {len(cluster.nodes)} nodes, model {cluster.model}, logs in {state_dir(path)}"
     )
     _interrupt_on(signal.SIGTERM, signal.SIGHUP)
-    local = launch.start_local(cluster, path)
+    local = launch.start_local(cluster, path, limited=_say if limits else None)
     is_serving = False
     try:
         launch.wait_ready(local, lambda: _client(cluster), clock, wait_s, _say)

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import psutil
 
+from edge_runtime import limits
 from edge_runtime.client import Client
 from edge_runtime.clock import Clock
 from edge_runtime.config import (
@@ -36,10 +37,13 @@ from topology.cluster import Cluster
 
 log = logging.getLogger(__name__)
 
+Say = Callable[[str], None]
+
 COORDINATOR = "coordinator"
 REPORT_S = 2.0
 REPEAT_S = 10.0  # after which what was said already is said again
 STOP_DEADLINE_S = 10.0
+GROUPS_END_S = 3.0  # how long the control groups of processes that have ended may still be in use
 POLL_S = 0.05
 
 
@@ -64,8 +68,10 @@ class LocalCluster:
         return _ended_line(self, *ended) if ended is not None else None
 
 
-def start_local(cluster: Cluster, topology_path: Path) -> LocalCluster:
+def start_local(cluster: Cluster, topology_path: Path, *, limited: Say | None = None) -> LocalCluster:
     """Start the coordinator and every node of the file, each a process with its own log and record.
+
+    limited  hold each node to the file's `memory` and `cpu_share`, and tell how
 
     Raises UserError when this cluster already runs here. The processes outlive the caller.
     """
@@ -74,7 +80,7 @@ def start_local(cluster: Cluster, topology_path: Path) -> LocalCluster:
         directory.mkdir(parents=True, exist_ok=True)
         with _sole_starter(directory, cluster.name):
             forget_snapshot(directory)
-            return _start_all(cluster, topology_path, directory)
+            return _start_all(cluster, topology_path, directory, limited)
     except OSError as error:
         raise ConfigError(
             f"the state folder {directory} cannot be written ({error.strerror}); "
@@ -95,7 +101,7 @@ def _sole_starter(directory: Path, cluster_name: str) -> Iterator[None]:
         yield
 
 
-def _start_all(cluster: Cluster, topology_path: Path, directory: Path) -> LocalCluster:
+def _start_all(cluster: Cluster, topology_path: Path, directory: Path, limited: Say | None) -> LocalCluster:
     running = [record for record in read_records(directory) if is_running(record)]
     if running:
         raise UserError(
@@ -106,6 +112,11 @@ def _start_all(cluster: Cluster, topology_path: Path, directory: Path) -> LocalC
     try:
         for name in (COORDINATOR, *cluster.node_names):
             local.processes[name] = _start(name, threads.get(name, 1), topology_path, directory)
+        if limited is not None:
+            group = limits.group_of(directory)
+            for node in cluster.nodes:
+                pid = local.processes[node.name].pid
+                limited(limits.hold(pid, group, node.name, node.memory_bytes, node.cpu_share))
     except BaseException:
         for process in local.processes.values():
             process.kill()
@@ -286,6 +297,9 @@ def stop_local(
             _signal(record.pid, signal.SIGCONT)  # one that was frozen can only now be asked
         _wait_for_end(asked, clock, report)
     _end(records, directory, clock, report)
+    deadline, group = clock.now() + GROUPS_END_S, limits.group_of(directory)
+    while not limits.release(group) and clock.now() < deadline:
+        clock.sleep(POLL_S)
     for record in read_records(directory):
         remove_record(directory, record.name)
     forget_snapshot(directory)

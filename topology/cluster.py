@@ -53,6 +53,8 @@ class Node:
     """How it keeps attention, dense MLPs and head, of `WEIGHT_FORMATS`."""
     threads: int = 1
     """Threads of its arithmetic."""
+    cpu_share: float | None = None
+    """Processor time that `up --limits` lets its process have, seconds per second; None: all it can get."""
     memory_bytes_per_s: float | None = None
     """Measured memory bandwidth in bytes per second, if known."""
     flops: float | None = None

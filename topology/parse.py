@@ -58,6 +58,7 @@ _DEFAULT_NODE_KEYS = {
     "weight_format": Key("weight_format", readers.read_weight_format),
     "trunk_format": Key("trunk_format", readers.read_weight_format),
     "threads": Key("threads", readers.read_threads),
+    "cpu_share": Key("cpu_share", readers.read_cpu_share),
     "memory_bandwidth": Key("memory_bytes_per_s", _BYTE_RATE),
     "compute": Key("flops", _FLOPS),
 }

@@ -148,6 +148,15 @@ def read_threads(value: object) -> int:
     return value
 
 
+def read_cpu_share(value: object) -> float:
+    """Processors, from a hundredth of one on."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"expected a number of processors, as in 0.5, found {_kind(value)}")
+    if not 0.01 <= value <= 1024:
+        raise ValueError(f"expected a number of processors from 0.01 to 1024, found {value}")
+    return float(value)
+
+
 def read_position(value: object) -> int:
     """A whole number from 0 on: layers and experts are counted from 0."""
     if isinstance(value, bool) or not isinstance(value, int):

@@ -12,6 +12,7 @@ from pathlib import Path
 _MADV_DONTNEED = (
     4  # of a library's code: the next instruction that needs a page reads it again from the page cache
 )
+_NO_LIMIT = 1 << 60
 _LIBRARIES = ("libtorch",)
 
 
@@ -25,6 +26,51 @@ def give_back() -> None:
         libc.malloc_trim(0)
     for start, end in _code_of(maps.read_text(), _LIBRARIES):
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+
+
+def memory_room(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that the control groups of this process still let it have; None if they set no limit.
+
+    Cached pages of files count as room: they go when something else is wanted.
+    """
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return None
+    rooms = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, used, cached = groups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, limit, used, cached = (
+                groups / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        group = base / path.lstrip("/")
+        while True:  # a limit of any group above counts too; inside a container its own is the root
+            room = _room_of(group, limit, used, cached)
+            rooms += [room] if room is not None else []
+            if group == base:
+                break
+            group = group.parent
+    return min(rooms, default=None)
+
+
+def _room_of(group: Path, limit: str, used: str, cached: str) -> int | None:
+    try:
+        allowed = (group / limit).read_text().strip()
+        if not allowed.isdigit() or int(allowed) >= _NO_LIMIT:
+            return None
+        taken = int((group / used).read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, int(allowed) - taken + int(counts.get(cached, 0)))
+    except (OSError, ValueError):
+        return None
 
 
 def _code_of(maps: str, libraries: tuple[str, ...]) -> Iterator[tuple[int, int]]:

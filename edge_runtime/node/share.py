@@ -41,6 +41,7 @@ from edge_runtime.model.spec import ModelSpec
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.peer_link import PeerLink
 from edge_runtime.node.remote import PlacedExperts
+from edge_runtime.node.resident import memory_room
 from edge_runtime.node.stage_links import NextStages, StageLink, links_to
 from edge_runtime.node.stage_service import StagePlace
 from edge_runtime.node.trial import send_seconds, try_experts, try_home
@@ -523,11 +524,14 @@ def _fits(held: LoadedShare, share: Share, settings: ShareSettings) -> bool:
 def _refuse_if_too_large(planned_bytes: int, node: str) -> None:
     resident = psutil.Process().memory_info().rss
     needed = max(0, planned_bytes - resident)
-    available = psutil.virtual_memory().available
+    available, where = psutil.virtual_memory().available, "on this machine"
+    room = memory_room()
+    if room is not None and room < available:
+        available, where = room, "in its control group"
     if needed > available:
         raise Refusal(
             "memory",
-            f"{node} needs {needed} bytes more for its share and {available} are available on this machine; "
+            f"{node} needs {needed} bytes more for its share and {available} are available {where}; "
             "stop other programs, or give it less memory in the topology file",
         )
 

@@ -52,6 +52,17 @@ def test_rows_in_any_order_see_what_their_position_says(backend, random, make_pa
         assert torch.equal(together[t], alone[0])
 
 
+@pytest.mark.parametrize("length", [26_601, 32_768])
+def test_a_row_at_the_end_of_a_long_context_sees_all_of_it(backend, random, make_pages, length):
+    """Past every position where an offset of 16 bits, or a first buffer, would end. Few of its keys matter, far apart."""
+    k_pages, v_pages, tables, [(k, v)] = make_pages([length], 1, 16)
+    q = random(1, 2, 16)
+    out = ops.paged_attention(q, k_pages, v_pages, tables, *rows_of((0, length - 1)), 2.0)
+    k, v = (x.transpose(0, 1).repeat_interleave(2, dim=0) for x in (k, v))
+    expected = scaled_dot_product_attention(q[0][:, None], k, v, scale=2.0)[:, 0]
+    torch.testing.assert_close(out[0], expected)
+
+
 def test_q_and_out_may_be_parts_of_larger_buffers(backend, random, make_pages):
     k_pages, v_pages, tables, _ = make_pages([20, 9], 2, 16)
     rows = rows_of((0, 19), (1, 8))

@@ -3,6 +3,7 @@
 import collections
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -570,6 +571,22 @@ def test_a_node_that_joins_while_the_others_switch_is_ready_too(world):
     assert world.epochs.state.nodes["n3"].serves
     world.settle(2.0)
     assert world.epochs.change is None and world.epochs.state.is_ready
+
+
+def test_two_hundred_restarts_leave_the_coordinator_with_as_much_to_remember_as_ten(world):
+    def size_after(restarts: int) -> int:
+        for _ in range(restarts):
+            process(world, "n3").is_over = True
+            world.call("apply", states.Unreachable("n3"))
+            world.start("n3")
+            world.settle(5.0)
+        epochs = world.epochs
+        assert len(epochs.plans) == 1 and len(epochs.outcomes) <= KEPT_OUTCOMES
+        kept = (epochs.state, list(epochs.outcomes), epochs._loaded_bytes, epochs._progress)
+        return len(msgspec.json.encode(kept, enc_hook=repr))
+
+    few = size_after(10)
+    assert size_after(190) < 1.1 * few and world.epochs.state.is_ready
 
 
 def test_a_file_that_changes_nothing_begins_nothing(world):
