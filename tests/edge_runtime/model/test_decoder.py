@@ -1,6 +1,5 @@
 """The decoder equals transformers, and equals itself however rows are cut into steps, batches and stages."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from edge_runtime.errors import ClusterError
 from edge_runtime.model.build import load_experts
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.moe import LocalExperts
-from kernels import backends
 from tests.support.decoders import Sequences, all_experts
 from tests.support.tiny_models import (
     Reference,
@@ -39,17 +37,6 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint(tiny) -> Checkpoint:
     return Checkpoint.open(tiny)
-
-
-@pytest.fixture(params=["native", "torch"])
-def backend(request) -> Iterator[str]:
-    before = backends.active().NAME
-    try:
-        backends.use(request.param)
-    except ImportError as error:
-        pytest.skip(f"this backend cannot be had here: {error}")
-    yield request.param
-    backends.use(before)
 
 
 @pytest.mark.parametrize(

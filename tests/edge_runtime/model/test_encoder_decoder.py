@@ -14,7 +14,6 @@ from edge_runtime.model.encoder_decoder import decoder_of
 from edge_runtime.model.footprint import footprint
 from edge_runtime.model.relative_bias import buckets
 from edge_runtime.model.spec import RelativeBias
-from kernels import backends
 from kernels.packing import FORMATS
 from tests.support.decoders import all_experts
 from tests.support.encoder_decoders import START, TINY_SWITCH, Pairs, Seq2SeqReference, write_tiny_switch
@@ -46,17 +45,6 @@ def checkpoint(folder):
 @pytest.fixture(scope="module")
 def reference(folder):
     return Seq2SeqReference(folder)
-
-
-@pytest.fixture(params=["native", "torch"])
-def backend(request):
-    before = backends.active().NAME
-    try:
-        backends.use(request.param)
-    except ImportError as error:
-        pytest.skip(f"this backend cannot be had here: {error}")
-    yield request.param
-    backends.use(before)
 
 
 def largest_difference(found, expected):

@@ -1,6 +1,5 @@
 """Every family equals transformers, and equals itself however rows are cut into steps, batches and stages."""
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from torch import Tensor
 from edge_runtime.model.architectures import FAMILIES
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.footprint import footprint
-from kernels import backends
 from tests.support.decoders import Sequences
 from tests.support.families import (
     CASES,
@@ -54,17 +52,6 @@ def checkpoint_of(folder_of):
 @pytest.fixture(scope="module")
 def reference_of(folder_of):
     return cache(lambda family: Reference(folder_of(family)))
-
-
-@pytest.fixture(params=["native", "torch"])
-def backend(request) -> Iterator[str]:
-    before = backends.active().NAME
-    try:
-        backends.use(request.param)
-    except ImportError as error:
-        pytest.skip(f"this backend cannot be had here: {error}")
-    yield request.param
-    backends.use(before)
 
 
 every_family = pytest.mark.parametrize("family", sorted(VARIANTS))

@@ -1,26 +1,19 @@
 """The gate: float32, ties to the lowest id on every backend, weights as the family has them."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from edge_runtime.model.gate import GateWeights, gate
 from edge_runtime.model.spec import GateSpec
-from kernels import backends, ops
+from kernels import ops
 
 E, D, T = 16, 32, 9
 
 
-@pytest.fixture(params=["native", "torch", "reference"], autouse=True)
-def backend(request) -> Iterator[None]:
-    before = backends.active().NAME
-    try:
-        backends.use(request.param)
-    except ImportError as error:
-        pytest.skip(f"this backend cannot be had here: {error}")
-    yield
-    backends.use(before)
+pytestmark = [
+    pytest.mark.usefixtures("backend"),
+    pytest.mark.parametrize("backend", ["native", "torch", "reference"], indirect=True),
+]
 
 
 def choose(weight: torch.Tensor, x: torch.Tensor, **spec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,26 +1,16 @@
 """The store knows what is resident; the local port computes it in one call and says what is not."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from edge_runtime.model.moe import ExpertStore, LocalExperts
-from kernels import backends, ops
+from kernels import ops
 from topology.ids import ExpertId
 
 E, D, F, K = 6, 32, 24, 2
 
 
-@pytest.fixture(params=["native", "torch"], autouse=True)
-def backend(request) -> Iterator[None]:
-    before = backends.active().NAME
-    try:
-        backends.use(request.param)
-    except ImportError as error:
-        pytest.skip(f"this backend cannot be had here: {error}")
-    yield
-    backends.use(before)
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def matrices(layer: int, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,6 +1,5 @@
 """What went wrong in comparable systems around gates and experts, held to transformers or to the plain rule."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -12,7 +11,7 @@ from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.gate import GateWeights, gate
 from edge_runtime.model.moe import Beside, LocalExperts, Missing
 from edge_runtime.model.spec import GateSpec
-from kernels import backends, ops
+from kernels import ops
 from tests.support.decoders import Sequences, all_experts
 from tests.support.families import VARIANTS, write_variant
 from tests.support.tiny_models import Reference, edit_config, read_tensors, write_tensors, write_tiny
@@ -20,17 +19,6 @@ from topology.ids import ExpertId
 
 ROUTED = sorted(VARIANTS)
 GATE_NAMES = (".gate.weight", ".router.weight", ".router.proj.weight")
-
-
-@pytest.fixture(params=["native", "torch"])
-def backend(request) -> Iterator[str]:
-    before = backends.active().NAME
-    try:
-        backends.use(request.param)
-    except ImportError as error:
-        pytest.skip(f"this backend cannot be had here: {error}")
-    yield request.param
-    backends.use(before)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
