@@ -51,10 +51,3 @@ def pressure(load: HomeLoad) -> float:
     running = min(load.in_flight, load.slots)
     waiting = load.in_flight - running
     return (WAITING_WEIGHT * waiting + running) / load.speed
-
-
-def choose_home(loads: Sequence[HomeLoad]) -> str | None:
-    """The home with the least pressure; the first of equals. None when there is no home."""
-    if not loads:
-        return None
-    return min(loads, key=pressure).node
