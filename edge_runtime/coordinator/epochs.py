@@ -152,6 +152,13 @@ class Epochs:
         reports = {name: r.report for name, r in self.state.nodes.items() if r.report is not None}
         return measured_of(reports, self.observed, reports)
 
+    def _released_unheard(self, beat: states.Beat) -> list[Command]:
+        """A node that was not there when the placement it steps by was released is told now."""
+        record, epoch = self.state.nodes.get(beat.name), beat.report.epoch
+        is_here = record is not None and record.phase in HERE
+        is_over = 0 < epoch < self.active and epoch not in self.plans
+        return [SendRelease(beat.name, epoch)] if is_here and is_over else []
+
     def _observe(self, beat: states.Beat) -> None:
         record = self.state.nodes.get(beat.name)
         if record is not None:
@@ -186,7 +193,7 @@ class Epochs:
             self._observe(event)
         before = self.state
         self.state, said = states.apply(before, event, now)
-        commands: list[Command] = []
+        commands: list[Command] = self._released_unheard(event) if isinstance(event, states.Beat) else []
         announces = False
         for command in said:
             match command:
@@ -450,7 +457,7 @@ class Epochs:
             self._try_at_s = now + self._retry_s
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
         commands += self.apply(states.NotChanged(), now)
-        if journey.num_done and not at_once and not journey.is_way_back:
+        if journey.num_done and not at_once and not journey.is_way_back and self.change is None:
             commands += self._go_back(journey, now)
         return [*commands, *self._mend(now), self._announcement()]
 
@@ -471,7 +478,7 @@ class Epochs:
 
     def _mend(self, now: float) -> list[Command]:
         """Give experts and layers without a living host another one, and a node that came back its part again."""
-        if self.change is not None or now < self._try_at_s:
+        if self.change is not None or self._journey is not None or now < self._try_at_s:
             return []
         records = self.state.nodes.values()
         present = [record.name for record in records if record.phase in HERE]

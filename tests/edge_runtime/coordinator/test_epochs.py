@@ -128,7 +128,8 @@ class World:
                 self.post(self.peer_of(name), ("activate", epoch))
             case SendRelease(name, epoch):
                 record = self.epochs.state.nodes.get(name)
-                serves = record is not None and record.serves
+                counts = self.epochs.plans[self.epochs.active]
+                serves = record is not None and record.serves and counts.holds(name)
                 self.post(self.peer_of(name), ("release", epoch, serves))
             case Dismiss(peer, _):
                 self.post(peer, ("stop",))
