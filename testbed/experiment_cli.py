@@ -46,6 +46,7 @@ HERE = Path(__file__).resolve().parent
 @click.option(
     "--rate", default=4.0, show_default=True, help="With --daemons: requests that come in a second."
 )
+@click.option("--timing", is_flag=True, help="Also measure how long a decision takes, in processor time.")
 @click.option("--threads", default=None, type=click.IntRange(1), help="Default: all cores.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for CSV and pictures.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
@@ -63,6 +64,7 @@ def stand_ins(
     sweep: bool,
     roams: bool,
     daemons: bool,
+    timing: bool,
     requests: int,
     rate: float,
     threads: int | None,
@@ -81,8 +83,8 @@ def stand_ins(
     from topology.files import read_cluster
     from topology.units import parse_duration, parse_rate
 
-    if folder is None and not (roams or daemons):
-        raise click.UsageError("give --corpus, or --roam or --daemons for what needs none")
+    if folder is None and not (roams or daemons or timing):
+        raise click.UsageError("give --corpus, or --roam, --daemons or --timing for what needs none")
     try:
         links = {"rtt_s": parse_duration(rtt), "bandwidth_bps": parse_rate(bandwidth)}
     except ValueError as error:
@@ -106,6 +108,13 @@ def stand_ins(
     if roams:
         traits, losses = experiment.learned(cluster, Checkpoint.open(cluster.model).model_hash)
         results["roam"] = experiment.roam(traits, losses)
+    if timing:
+        from testbed.selector_bench import decision_times
+
+        checkpoint = Checkpoint.open(cluster.model)
+        _, losses = experiment.learned(cluster, checkpoint.model_hash)
+        top_k = max(layer.gate.top_k for layer in checkpoint.spec.layers if layer.gate)
+        results["timing"] = decision_times(losses, top_k=top_k)
     if daemons:
         from edge_runtime.clock import SystemClock
         from testbed.through_daemons import through_daemons

@@ -13,6 +13,7 @@ from edge_runtime.selector.learned import read_losses, read_traits
 from testbed.experiment import Policy, as_csv, roam, shaped, swept
 from testbed.experiment_cli import stand_ins
 from testbed.roam import Rule, uneven_servers, walk
+from testbed.selector_bench import decision_times
 from testbed.through_daemons import shaped_file
 from tests.support.calibrating import small_corpus
 from topology.cluster import Link
@@ -94,6 +95,12 @@ def test_a_table_of_roaming_has_a_line_for_each_rule_and_seed(artifact):
     found = roam(read_traits(artifact), read_losses(artifact), num_tokens=20, num_servers=4, seeds=(1, 2))
     lines = as_csv(found).splitlines()
     assert len(lines) == 1 + len(found) == 1 + 2 * 8 and lines[0].startswith("rule,seed,mean_ms")
+
+
+def test_decision_times_are_told_for_each_policy_and_batch(artifact):
+    found = decision_times(read_losses(artifact), top_k=4, batches=(2,))
+    assert [(row["policy"], row["batch"]) for row in found] == [("paper", 2), ("live", 2)]
+    assert all(0 < row["us_min"] <= row["us"] <= row["us_max"] for row in found)
 
 
 def test_without_a_corpus_there_is_only_roaming(tmp_path: Path):
