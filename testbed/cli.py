@@ -161,11 +161,12 @@ def foretell(
     for file in topologies or sorted((HERE / "scenarios").glob("*.toml")):
         click.echo(f"{file.stem}", err=True)
         os.environ["EDGE_SHAPE"] = "1" if shape or file.stem in SHAPED else "0"
-        cells += foretelling.foretell(file, streams, rounds, SystemClock())
+        found = foretelling.foretell(file, streams, rounds, SystemClock())
+        if not as_json:  # as they come: all scenarios take minutes
+            click.echo(foretelling.table(found, has_head=not cells))
+        cells += found
     if as_json:
         click.echo(json.dumps([asdict(cell) for cell in cells]))
-    else:
-        click.echo(foretelling.table(cells))
 
 
 @testbed.command(

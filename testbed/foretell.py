@@ -189,16 +189,16 @@ def _summary(cluster: str, count: int, cells: Sequence[tuple[float, float, float
     )
 
 
-def table(cells: Sequence[Foretold]) -> str:
-    """The results in Markdown."""
-    lines = [
+def table(cells: Sequence[Foretold], *, has_head: bool = True) -> str:
+    """The results in Markdown, or further lines of such a table."""
+    head = [
         "| cluster | requests | predicted ms | measured ms (min-max) | predicted / measured | by round | others |",
         "|---|---|---|---|---|---|---|",
     ]
-    lines += [
+    lines = [
         f"| {cell.cluster} | {cell.requests} | {cell.predicted_ms:.2f} | {cell.measured_ms:.2f} "
         f"({cell.measured_min_ms:.2f}-{cell.measured_max_ms:.2f}) | {cell.ratio:.2f} | "
         f"{' '.join(f'{ratio:.2f}' for ratio in cell.ratios)} | {cell.busy:.1f} |"
         for cell in cells
     ]
-    return "\n".join(lines)
+    return "\n".join([*head, *lines] if has_head else lines)
