@@ -9,7 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.product import load_scale, unpack_nibble
-from kernels.gpu.quantise import GROUP, e2m1_codes
+from kernels.gpu.quantise import GROUP
+from kernels.reference.mxfp4 import pack
+
+__all__ = ["pack", "unpack"]
 
 ROWS = 64
 
@@ -45,9 +48,3 @@ def unpack(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.float32
             blocks.contiguous(), scales.contiguous(), out, num_groups, ROWS=ROWS
         )
     return out
-
-
-def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., K], K a multiple of 32, to blocks [..., K / 32, 16] and scales [..., K / 32]. Torch calls: a thing of loading."""
-    codes, scales = e2m1_codes(weight.float().unflatten(-1, (-1, GROUP)))
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.tiles import NIBBLE_BLOCK, NIBBLE_FORMATS
+from kernels.reference import int4
+from kernels.reference.formats import encode
+from kernels.reference.mxfp4 import E2M1
 
 FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FORMATS = (*FLOATS, "int8", *NIBBLE_FORMATS)
 GROUP = 32
 SCALE_DTYPE = {"int8": torch.float32, "int4": torch.float16, "mxfp4": torch.uint8}
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Codes(NamedTuple):
@@ -55,70 +57,23 @@ def part_nibbles(blocks: Tensor) -> Tensor:
     return both.permute(1, 0, 2, 3).reshape(N, num_blocks * NIBBLE_BLOCK)
 
 
-def _groups(weight: Tensor) -> Tensor:
-    """[N, K] as float32 [N, K / 32, 32], zeros behind K."""
-    N, K = weight.shape
-    return torch.nn.functional.pad(weight.float(), (0, padded(K) - K)).view(N, -1, GROUP)
-
-
 def quantise(weight: Tensor, format: str) -> Codes:
-    """Pack weight [N, K] bfloat16, float16 or float32.
-
-    int8   symmetric, scale = largest / 127 of each output
-    int4   symmetric, -8..7 in groups of 32 columns, float16 scale; of the two scales that put the largest value on
-           7 or on -8, the one with the smaller squared error
-    mxfp4  E2M1 in groups of 32 columns, E8M0 scale: the power of two that puts the largest value in [4, 8), as in the
-           format's definition; values to the nearest, ties to the even code
-    """
+    """Pack weight [N, K] bfloat16, float16 or float32. The codes are those of `kernels.reference.formats`."""
     if format in FLOATS:
         return Codes(weight.detach().to(FLOATS[format]).contiguous(), None)
+    if format not in FORMATS:
+        raise ValueError(f"format: found {format!r}, expected one of {', '.join(FORMATS)}")
+    encoded = encode(weight, format)
+    assert not isinstance(encoded, Tensor), "codes are no tensor"
     if format == "int8":
-        wide = weight.float()
-        scale = wide.abs().amax(dim=1) / 127
-        codes = (wide / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
-        return Codes(codes.clamp(-127, 127).to(torch.int8), scale)
-    groups = _groups(weight)
-    if format == "int4":
-        return _int4(groups)
+        return Codes(encoded.values, encoded.scales)
     if format == "mxfp4":
-        codes, exponents = e2m1_codes(groups)
-        return Codes(pair_nibbles(codes.flatten(1)), exponents.T.contiguous())
-    raise ValueError(f"format: found {format!r}, expected one of {', '.join(FORMATS)}")
-
-
-def _int4(groups: Tensor) -> Codes:
-    low, high = groups.amin(dim=2), groups.amax(dim=2)
-    largest = torch.where(-low > high, low, high)
-    best_codes = best_error = best_scale = None
-    for limit in (-8.0, 7.0):
-        scale = (largest / limit if limit < 0 else largest.abs() / limit).to(torch.float16)
-        wide = scale.float()[..., None]
-        codes = torch.where(wide == 0, 0.0, groups / wide).round().clamp(-8, 7)
-        error = (codes * wide - groups).square().sum(dim=2)
-        if best_codes is None or best_error is None or best_scale is None:
-            best_codes, best_error, best_scale = codes, error, scale
-        else:
-            better = error < best_error
-            best_codes = torch.where(better[..., None], codes, best_codes)
-            best_scale = torch.where(better, scale, best_scale)
-    assert best_codes is not None and best_scale is not None
-    return Codes(pair_nibbles((best_codes + 8).to(torch.uint8).flatten(1)), best_scale.T.contiguous())
-
-
-def e2m1_codes(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [..., 32] to codes uint8 of that shape and E8M0 exponents uint8 [...]."""
-    largest = groups.abs().amax(dim=-1)
-    exponent = (
-        torch.frexp(largest).exponent - 1 - 2
-    )  # largest is below 2 ** frexp, and 4 = 2 ** 2 is E2M1's top binade
-    exponent = torch.where(largest == 0, 0, exponent).clamp(-126, 127)
-    scaled = torch.ldexp(groups.abs(), -exponent[..., None])
-    steps = torch.tensor(E2M1, device=groups.device)
-    middles = (steps[1:] + steps[:-1]) / 2
-    codes = torch.bucketize(scaled, middles)  # a middle belongs below ...
-    on_middle = (scaled == middles[codes.clamp(max=6)]) & (codes < 7)
-    codes = codes + (on_middle & (codes % 2 == 1))  # ... unless the code below is odd
-    return (codes + 8 * (groups < 0)).to(torch.uint8), (exponent + 127).to(torch.uint8)
+        return from_mxfp4(encoded.values, encoded.scales)
+    codes = int4.part(encoded.values).flatten(1) ^ 8  # counted from -8
+    spare = padded(codes.shape[1]) - codes.shape[1]
+    codes = torch.nn.functional.pad(codes, (0, spare), value=8)
+    scales = torch.nn.functional.pad(encoded.scales, (0, spare // GROUP))
+    return Codes(pair_nibbles(codes), scales.T.contiguous())
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Codes:

@@ -13,7 +13,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the codes 0..7; 8 is the sign."""
 
 
-def _codes(groups: Tensor) -> tuple[Tensor, Tensor]:
+def e2m1_codes(groups: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [..., 32] to codes uint8 of that shape and exponents uint8 [...].
 
     The scale is the power of two that puts the largest magnitude in [4, 8), as the format is defined; values go to the
@@ -24,9 +24,9 @@ def _codes(groups: Tensor) -> tuple[Tensor, Tensor]:
     exponent = torch.frexp(largest).exponent - 3  # largest is in [2^(e - 1), 2^e)
     exponent = torch.where(largest == 0, 0, exponent).clamp(-126, 127)
     scaled = torch.ldexp(magnitude, -exponent[..., None])
-    steps = torch.tensor(E2M1)
+    steps = torch.tensor(E2M1, device=groups.device)
     middles = (steps[1:] + steps[:-1]) / 2
-    codes = torch.bucketize(scaled, middles)  # a middle belongs to the code below it ...
+    codes = torch.bucketize(scaled.contiguous(), middles)  # a middle belongs to the code below it ...
     odd_middle = (codes % 2 == 1) & (scaled == middles[codes.clamp(max=6)])
     codes = codes + odd_middle  # ... unless that is odd
     return (codes + 8 * (groups < 0)).to(torch.uint8), (exponent + 127).to(torch.uint8)
@@ -34,19 +34,19 @@ def _codes(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [N, K] float32 to blocks [N, groups, 16] and scales [N, groups]; a last group is filled up with zeros."""
-    codes, scales = _codes(grouped(weight))
+    codes, scales = e2m1_codes(grouped(weight))
     return pair(codes), scales
 
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[..., K] with K a multiple of 32 to blocks [..., K / 32, 16] and scales [..., K / 32]."""
-    codes, scales = _codes(weight.float().unflatten(-1, (-1, GROUP)))
+    codes, scales = e2m1_codes(weight.float().unflatten(-1, (-1, GROUP)))
     return pair(codes), scales
 
 
 def values(blocks: Tensor) -> Tensor:
     """What the codes count: float32 [..., groups, 32] in -6..6."""
-    table = torch.tensor([*E2M1, *(-step for step in E2M1)])
+    table = torch.tensor([*E2M1, *(-step for step in E2M1)], device=blocks.device)
     return table[part(blocks).long()]
 
 

@@ -6,6 +6,8 @@ import torch
 from kernels import gpu
 from kernels.gpu import quantise
 from kernels.gpu.weights import pack_mxfp4_expert
+from kernels.reference import mxfp4
+from kernels.reference.formats import decode, encode
 
 generator = torch.Generator().manual_seed(3)
 
@@ -38,6 +40,15 @@ def test_zeros_and_packed_values_pack_without_loss(format):
         assert torch.equal(gpu.dequantised_linear(gpu.pack_linear(once, format=format)), once)
 
 
+@pytest.mark.parametrize("format", ["int8", "int4", "mxfp4"])
+@pytest.mark.parametrize("N, K", [(3, 32), (17, 97), (40, 256)])
+def test_codes_are_those_of_the_processors_kernels(format, N, K):
+    """A replica on a GPU stands for the very numbers that one on a processor does."""
+    weight = random(N, K).bfloat16()
+    found = gpu.dequantised_linear(gpu.pack_linear(weight, format=format))
+    assert torch.equal(found, decode(encode(weight, format)))
+
+
 def test_nibbles_part_as_they_were_paired():
     codes = torch.randint(16, (5, 192), generator=generator, dtype=torch.uint8)
     blocks = quantise.pair_nibbles(codes)
@@ -49,7 +60,7 @@ def test_nibbles_part_as_they_were_paired():
 def test_e2m1_rounds_to_the_nearest_and_ties_to_even():
     values = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.3, 7.0, -6.0]).tolist()
     group = torch.tensor(values + [0.0] * 22)
-    codes, exponent = quantise.e2m1_codes(group)
+    codes, exponent = mxfp4.e2m1_codes(group)
     assert int(exponent) == 127
     assert codes[:10].tolist() == [0, 2, 2, 4, 4, 6, 6, 9, 7, 15]
 
