@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from edge_runtime.client import Answer, Client, Prompt
     from edge_runtime.coordinator.epochs import Epochs
+    from edge_runtime.elastic.tiers import Elasticity
     from edge_runtime.protocol import Planned
     from edge_runtime.transport.keys import Keys
 
@@ -429,6 +430,89 @@ def _submit_file(client: "Client", prompts: "list[Prompt]", wait_s: float, *, tr
     if errors:
         _say(f"error: {len(errors)} of {len(answers)} prompts failed; the first: {errors[0]}")
         sys.exit(max(error.exit_code for error in errors))
+
+
+@cli.command(epilog=_example("edge-runtime batch prompts.jsonl --out answers.jsonl --max-tokens 64"))
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), help="One JSON line per prompt, in order."
+)
+@topology_option
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Where a line does not say.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the model's end tokens.")
+@click.option(
+    "--size",
+    type=click.IntRange(1),
+    default=None,
+    help="Prompts of a batch; default: what homes run at once.",
+)
+@click.option(
+    "--rule",
+    type=click.Choice(["paper", "exact"]),
+    default="paper",
+    show_default=True,
+    help="When a remainder joins the next tier: if more prompts end per second so, or if both together are quicker.",
+)
+@click.option("--wait", "wait_s", type=float, default=60.0, show_default=True, help="As of `submit`.")
+def batch(
+    file: Path,
+    out: Path,
+    topology: Path | None,
+    max_tokens: int,
+    ignore_eos: bool,
+    size: int | None,
+    rule: str,
+    wait_s: float,
+) -> None:
+    """Answer every prompt of FILE, cheap tiers first, and write the answers in order.
+
+    Lines as of `submit --file`; `k`, `sub_experts` or `service` say how much each may use. Stopped, it goes on where it was.
+    """
+    from edge_runtime.elastic.tiers import tier_of
+    from edge_runtime.offline import run_offline
+    from edge_runtime.prompts import prompts_from_file
+
+    options = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
+    prompts = prompts_from_file(file, options, chat=False, system=None, trace=False)
+    cluster = read_cluster(resolve_topology_path(topology))
+    elasticity = _elasticity(cluster)
+    keys = ("k", "sub_experts", "service")
+    asked = [{key: prompt.sampling.get(key) for key in keys} for prompt in prompts]
+    full = elasticity.full_tier if elasticity is not None else 1
+    tiers = [tier_of(elasticity, **each) or full for each in asked]
+    homes = sum("decode" in node.roles for node in cluster.nodes)
+    with _client(cluster) as client:
+        _connect(client)
+        failed = run_offline(
+            client,
+            prompts,
+            tiers,
+            out,
+            SystemClock(),
+            capacity=size or max(1, homes) * cluster.max_requests,
+            rule=rule,  # type: ignore[arg-type]
+            wait_ready_s=wait_s,
+            say=_say,
+        )
+    click.echo(str(out))
+    if failed:
+        raise ClusterError(f"{failed} of {len(prompts)} prompts failed; their lines in {out} say why")
+
+
+def _elasticity(cluster: Cluster) -> "Elasticity | None":
+    """How far the model of a cluster can be cut down; None if its experts are whole."""
+    from edge_runtime.elastic.tiers import Elasticity
+    from edge_runtime.model.checkpoint import Checkpoint
+    from edge_runtime.selector.learned import find_artifact
+
+    if not cluster.sub_experts:
+        return None
+    checkpoint = Checkpoint.open(cluster.model)
+    artifact = find_artifact(cluster, checkpoint.model_hash)
+    gates = [layer.gate for layer in checkpoint.spec.layers if layer.gate is not None]
+    if artifact is None or not gates:
+        return None
+    return Elasticity(int(artifact.meta("partition")["num_parts"]), gates[0].top_k)
 
 
 def _say_trace(result: dict[str, Any]) -> None:

@@ -37,7 +37,13 @@ class _LayerGate(NamedTuple):
 
 
 class ProxyGates:
-    """By layer. Made once from a checkpoint and an artifact."""
+    """By layer. Made once from a checkpoint and an artifact.
+
+    batch_max  all rows of a step run the highest tier among them: the published baseline, which serves some more than they
+               asked
+    """
+
+    batch_max = False
 
     def __init__(self, checkpoint: Checkpoint, parts: SubExperts, layers: Iterable[int]) -> None:
         spec = checkpoint.spec
@@ -71,10 +77,14 @@ class ProxyGates:
         if found is None or not bool((tiers != FULL).any()):
             return None
         T, k0 = expert_ids.shape
-        rows = torch.arange(T, dtype=torch.int32).repeat_interleave(k0)
-        activations = slices.expert_inner(x, rows, expert_ids.reshape(-1), found.neurons)
         full = self.elasticity.full_tier
         wanted = torch.where(tiers == FULL, full, tiers).int()
+        if self.batch_max:
+            if int(wanted.max()) >= full:
+                return None
+            wanted.fill_(int(wanted.max()))
+        rows = torch.arange(T, dtype=torch.int32).repeat_interleave(k0)
+        activations = slices.expert_inner(x, rows, expert_ids.reshape(-1), found.neurons)
         masks, dropped = slices.choose_slices(
             activations, expert_ids, gate_weights, found.parts.slopes, found.parts.offsets, wanted
         )
