@@ -82,7 +82,7 @@ LATE_BEATS = 1.2  # of silence before it is tried whether a node's connection ha
 RETRY_S = 1.0
 PROBE_S = 1.0  # how often a client that takes nothing is looked for
 MAX_BACKLOG = 1000  # messages taken before time is looked at
-MAX_MOVES = 3  # homes a request may lose before it is given up
+MAX_MOVES = 3  # homes a request may lose, without a token of any, before it is given up
 HOMELESS_S = 30.0  # how long a request waits for another home
 HOME_IS_GONE = ("stopping", "not_ready", "moving", "stage_lost")  # failures of a home, not of the request
 SEED_BITS = 63
@@ -533,7 +533,8 @@ class CoordinatorDaemon:
     def _find_homes(self, but: str = "") -> None:
         """Let another node go on with each request that lost its home: prompt and tokens so far are prefilled there.
 
-        A request waits for a home as long as a client would; one that lost three homes is not tried on a fourth.
+        A request waits for a home as long as a client would; one that lost three homes without a token of any is not
+        tried on a fourth.
         """
         now = self._clock.now()
         for stream in self._streams.homeless():

@@ -60,7 +60,8 @@ class Stream:
     phase      `prefill` while a node computes its prompt for others, else `decode`
     prefilled  where its prompt was computed and what that cost; None before, and where home and prefill are one
     signature, hashes  of its prompt, once computed: for a home, and for the next one should that be lost
-    moves      how often it lost its home; homeless_s: since when it has none; lost_node, why: which it was, what happened
+    moves      how often it lost its home since a token came
+    homeless_s  since when it has none; lost_node, why: which it was, what happened
     is_aborted  its client wants no more of it
     lost       of one whose client has still to come back: what the client may lack. None once it has
     """
@@ -239,6 +240,7 @@ class Streams:
         if stream is None or message.index != len(stream.token_ids):
             return []
         stream.token_ids += message.token_ids
+        stream.moves = 0  # whoever answers it is not ended by it
         if stream.lost is not None:
             stream.lost.text += message.text
             stream.lost.logprobs += message.logprobs or ()

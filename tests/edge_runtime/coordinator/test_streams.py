@@ -269,3 +269,18 @@ def test_logprobs_come_back_with_the_tokens_that_a_client_lacks() -> None:
     streams.adopt(told, "n1", 0.0)
     [delivery] = streams.attach("r", b"c", 1, 1, 4) or []
     assert delivery.message == Tokens("r", 1, [2, 3], "bc", logprobs[1:])
+
+
+def test_losses_of_homes_are_counted_anew_once_a_token_came() -> None:
+    streams = Streams()
+    streams.open(Submit("r", prompt="p"), b"c", "n1")
+    for moves in (1, 2):
+        streams.lose_home("r", "gone", 1.0)
+        [stream] = streams.homeless()
+        assert stream.moves == moves
+        streams.move("r", "n2")
+    streams.lose_home("r", "another placement", 1.0, is_planned=True)
+    assert stream.moves == 2, "what a change of placement wants is no loss"
+    streams.move("r", "n1")
+    streams.tokens(Tokens("r", 0, [5], "x"))
+    assert stream.moves == 0
