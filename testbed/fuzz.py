@@ -50,8 +50,12 @@ SHOWN_BYTES = 2000
 _NUMPY = {
     "float32": numpy.dtype("<f4"),
     "bfloat16": numpy.dtype("<u2"),
-    "int32": numpy.dtype("<i4"),
+    "float16": numpy.dtype("<f2"),
+    "int8": numpy.dtype("i1"),
     "uint8": numpy.dtype("u1"),
+    "int16": numpy.dtype("<i2"),
+    "int32": numpy.dtype("<i4"),
+    "int64": numpy.dtype("<i8"),
 }
 _NASTY: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**64 - 1, -(2**63),
@@ -211,7 +215,8 @@ def _value(info: Any, seeded: random.Random) -> Any:
         case kind.BoolType():
             return seeded.random() < 0.5
         case kind.IntType():
-            return seeded.choice((info.ge or 0, 1, 300, min(info.le or 2**31, 2**62)))
+            least, most = info.ge or 0, min(2**31 if info.le is None else info.le, 2**62)
+            return seeded.choice([n for n in (least, 1, 300, most) if least <= n <= most])
         case kind.FloatType():
             return seeded.random() * 0.9 + 0.05
         case kind.StrType():
@@ -227,14 +232,14 @@ def _value(info: Any, seeded: random.Random) -> Any:
         case kind.DictType():
             pairs = [(info.key_type, info.value_type)] * seeded.randrange(3)
             return {_value(key, seeded): _value(value, seeded) for key, value in pairs}
-        case kind.StructType():
+        case kind.StructType() | kind.DataclassType():
             return info.cls(**{each.name: _value(each.type, seeded) for each in info.fields})
     raise AssertionError(f"no random value of {info}")
 
 
 def _tensors(cls: type[Message], seeded: random.Random) -> list[Any]:
     num_rows, num_pairs, width = (seeded.randrange(1, 5) for _ in range(3))
-    shapes = {1: (num_pairs,), 2: (num_rows, width)}
+    shapes = {1: (num_pairs,), 2: (num_rows, width), 3: (num_rows, num_pairs, width)}
     return [numpy.zeros(shapes[spec.ndim], _NUMPY[seeded.choice(spec.dtypes)]) for spec in cls.tensors]
 
 
