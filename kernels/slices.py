@@ -6,6 +6,7 @@ int32, as in kernels.ops.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -52,11 +53,17 @@ def sliced_experts(
 ) -> bool:
     """`ops.experts` with only the slices of masks [T, K]. Returns whether `hidden` is finite afterwards."""
     T, K = expert_ids.shape
-    rows = torch.arange(T, dtype=torch.int32).repeat_interleave(K)
+    rows, slots = slot_rows(T, K)
     sliced_ffn(x, rows, expert_ids.view(-1), masks.view(-1), num_parts, bank, out=expert_out)
-    slots = torch.arange(T * K, dtype=torch.int32).view(T, K)
     ops.combine(expert_out, slots, gate_weights, hidden)
     return math.isfinite(float(hidden.sum()))
+
+
+@lru_cache(maxsize=256)
+def slot_rows(T: int, K: int) -> tuple[Tensor, Tensor]:
+    """The row of each routed slot [T*K] int32, and the slots themselves [T, K] int32. Not to be changed."""
+    rows = torch.arange(T, dtype=torch.int32).repeat_interleave(K)
+    return rows, torch.arange(T * K, dtype=torch.int32).view(T, K)
 
 
 def expert_inner(

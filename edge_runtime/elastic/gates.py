@@ -51,6 +51,8 @@ class ProxyGates:
         self.elasticity = Elasticity(parts.num_parts, gate.top_k)
         self.sensitivity = parts.sensitivity
         self._layers: dict[int, _LayerGate] = {}
+        self._asked: Tensor | None = None
+        self._answer: Tensor | None = None
         N, r = parts.num_parts, parts.gate_neurons
         for layer in layers:
             if layer not in parts.layers:
@@ -73,19 +75,23 @@ class ProxyGates:
         self, layer: int, x: Tensor, expert_ids: Tensor, gate_weights: Tensor, tiers: Tensor
     ) -> SlicedRows | None:
         """What each row runs at its tier [T] int32; None if all run everything."""
-        found = self._layers.get(layer)
-        if found is None or not bool((tiers != FULL).any()):
+        found, wanted = self._layers.get(layer), self._wanted(tiers)
+        if found is None or wanted is None:
             return None
         T, k0 = expert_ids.shape
-        full = self.elasticity.full_tier
-        wanted = torch.where(tiers == FULL, full, tiers).int()
-        if self.batch_max:
-            if int(wanted.max()) >= full:
-                return None
-            wanted.fill_(int(wanted.max()))
-        rows = torch.arange(T, dtype=torch.int32).repeat_interleave(k0)
+        rows, _ = slices.slot_rows(T, k0)
         activations = slices.expert_inner(x, rows, expert_ids.reshape(-1), found.neurons)
         masks, dropped = slices.choose_slices(
             activations, expert_ids, gate_weights, found.parts.slopes, found.parts.offsets, wanted
         )
         return SlicedRows(Slices(masks, self.elasticity.num_parts), dropped)
+
+    def _wanted(self, tiers: Tensor) -> Tensor | None:
+        """Slices that each row runs [T] int32, None if all run all of theirs; the layers of a step ask for the same."""
+        if self._asked is not tiers:
+            full = self.elasticity.full_tier
+            wanted = torch.where(tiers == FULL, full, tiers).int()
+            if self.batch_max:
+                wanted.fill_(int(wanted.max()))
+            self._asked, self._answer = tiers, wanted if bool((wanted < full).any()) else None
+        return self._answer
