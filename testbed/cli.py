@@ -157,7 +157,7 @@ def foretell(
     from testbed import foretell as foretelling
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started would stay
-    cells = []
+    cells: list[foretelling.Foretold] = []
     for file in topologies or sorted((HERE / "scenarios").glob("*.toml")):
         click.echo(f"{file.stem}", err=True)
         os.environ["EDGE_SHAPE"] = "1" if shape or file.stem in SHAPED else "0"
