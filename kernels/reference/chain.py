@@ -36,24 +36,38 @@ def product(x: Tensor, weight: Tensor | Codes) -> Tensor:
     codes        with rows as whole numbers (integers.py), whose products with codes add up exactly:
     int8         the sum of each 256 inputs, rounded once; these added one after another; times (output's scale * row's)
     int4, mxfp4  the sum of each group of 32; a chain of scale times that over the groups; times the row's scale
+    mxfp4        that of the row, plus that of what its whole numbers leave: a checkpoint's own weights are the model
     """
     if isinstance(weight, Tensor):
         return chain(x, weight.float())
+    if weight.format == "int4":
+        return whole_product(x, weight)
+    if weight.format == "mxfp4":
+        return whole_product(x, weight) + whole_product(rest(x), weight)
     whole, row_scales = whole_rows(x)
     total = torch.zeros(len(x), weight.shape[0])
-    if weight.format == "int8":
-        for columns, codes in zip(
-            whole.split(INT8_BLOCK, 1), weight.values.split(INT8_BLOCK, 1), strict=True
-        ):
-            total = total + exact(columns, codes)
-        return total * (weight.scales * row_scales[:, None])
+    for columns, codes in zip(whole.split(INT8_BLOCK, 1), weight.values.split(INT8_BLOCK, 1), strict=True):
+        total = total + exact(columns, codes)
+    return total * (weight.scales * row_scales[:, None])
+
+
+def whole_product(x: Tensor, weight: Codes) -> Tensor:
+    """Rows as whole numbers times groups of codes, each with a scale of its own."""
     if weight.format == "int4":
         values, scales = int4.values(weight.values), weight.scales.float()
     else:
         values, scales = mxfp4.values(weight.values), mxfp4.powers(weight.scales)
+    whole, row_scales = whole_rows(x)
+    total = torch.zeros(len(x), len(values))
     for g, columns in enumerate(whole.split(GROUP, dim=1)):
         total = fma(scales[:, g], exact(columns, values[:, g, : columns.shape[1]]), total)
     return total * row_scales[:, None]
+
+
+def rest(x: Tensor) -> Tensor:
+    """What a row's whole numbers leave of it, rounded once."""
+    whole, row_scales = whole_rows(x)
+    return fma(-whole, row_scales[:, None], x)
 
 
 def exact(whole: Tensor, codes: Tensor) -> Tensor:

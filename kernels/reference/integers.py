@@ -1,5 +1,7 @@
 """Rows as whole numbers: how activations meet codes. About 15 bits and one scale per row; bfloat16 keeps 8 bits.
 
+Codes of mxfp4, which may be what a checkpoint holds, meet two such rows: the number and what is left of it, 30 bits.
+
 Whole numbers add up exactly in any order, so processors may sum codes as they like and still give the same bits.
 """
 

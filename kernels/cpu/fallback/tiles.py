@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kernels.reference.chain import rest
 from kernels.reference.formats import Codes, decode
 from kernels.reference.integers import whole_rows
 
@@ -28,12 +29,20 @@ def whole_tile(x: Tensor) -> Tensor:
 def product(x: Tensor, weight: Tensor | Codes) -> Tensor:
     """x [T, K] times an encoded weight [N, K] transposed, tile by tile.
 
-    The weight is widened for the call: a lasting float32 copy would double the memory. Codes meet rows as whole numbers.
+    The weight is widened for the call: a lasting float32 copy would double the memory. Codes meet rows as whole numbers,
+    those of mxfp4, which may be a checkpoint's own, also what these leave (kernels/reference/chain.py).
     """
-    if isinstance(weight, Codes):
-        whole, scales = whole_rows(x)
-        return float_product(whole, decode(weight)).mul_(scales[:, None])
-    return float_product(x, weight.float())
+    if not isinstance(weight, Codes):
+        return float_product(x, weight.float())
+    wide = decode(weight)
+    finished = whole_product(x, wide)
+    return finished.add_(whole_product(rest(x), wide)) if weight.format == "mxfp4" else finished
+
+
+def whole_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Rows as whole numbers times weight [N, K] float32 transposed."""
+    whole, scales = whole_rows(x)
+    return float_product(whole, weight).mul_(scales[:, None])
 
 
 def float_product(x: Tensor, weight: Tensor) -> Tensor:

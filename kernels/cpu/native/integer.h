@@ -1,6 +1,7 @@
 // Products of rows and codes in whole numbers. Included by an integer unit inside its own anonymous namespace.
 //
-// A row of x becomes whole numbers of two digits (base 256, about 15 bits) times one scale of its own. The sum of its
+// A row of x becomes whole numbers of two digits (base 256, about 15 bits) times one scale of its own (for mxfp4, two such
+// rows: the number and what is left of it). The sum of its
 // products with the codes of a block of inputs is exact and fits 32 bits, so the order inside a block is free, and with it
 // the instruction; blocks are joined by one chain in float32, in increasing k. Blocks and chains: kernels/reference/chain.py.
 //
@@ -178,25 +179,39 @@ struct IntegerRow {
     float scale;
 };
 
+// Of a row: what one unit of its whole numbers stands for, and how a number becomes whole.
+struct WholeScale {
+    float scale, inverse;
+    bool finite;
+    V whole(V v) const { return sub(add(mul(v, set1(inverse)), set1(MAGIC)), set1(MAGIC)); }
+    static constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded
+};
+
 constexpr float LARGEST = 32639.0f;  // 127 * 256 + 127, what two signed digits of base 256 reach on both sides
 constexpr float LEAST = 1e-30f;      // a row that stays below counts as zeros
 
-// x is near digits * scale. A row with a number that is not finite gets a scale of nan, and so gives nan everywhere.
-template <class C>
-void to_integers(const float* x, int64_t K, int64_t plane, IntegerRow& row) {
+// A row with a number that is not finite gets a scale of nan, and so gives nan everywhere.
+inline WholeScale scale_of(const float* x, int64_t K) {
     V most = zero(), odd = zero();
     for (int64_t k = 0; k < K; k += 16) {
-        const V v = K - k >= 16 ? load(x + k) : load_part(x + k, (int)(K - k));
+        const V v = load_lanes(x + k, K - k);
         most = max(max(v, sub(zero(), v)), most);
         odd = add(odd, sub(v, v));  // nan for nan and inf
     }
     const float highest = lane_max(most);
     const bool finite = lane_sum(odd) == 0.0f, some = highest >= LEAST;
-    row.scale = !finite ? __builtin_nanf("") : some ? highest / LARGEST : 0.0f;
-    const V inverse = set1(finite && some ? LARGEST / highest : 0.0f), magic = set1(12582912.0f);  // 1.5 * 2^23: rounds
+    return {!finite ? __builtin_nanf("") : some ? highest / LARGEST : 0.0f, finite && some ? LARGEST / highest : 0.0f, finite};
+}
+
+// x is near digits * scale.
+template <class C>
+void to_integers(const float* x, int64_t K, int64_t plane, IntegerRow& row) {
+    const WholeScale by = scale_of(x, K);
+    row.scale = by.scale;
+    const V inverse = set1(by.inverse), magic = set1(WholeScale::MAGIC);
     int32_t whole[16], sum = 0;
     for (int64_t k = 0; k < plane; k += 16) {
-        const V v = !finite || k >= K ? zero() : K - k >= 16 ? load(x + k) : load_part(x + k, (int)(K - k));
+        const V v = !by.finite || k >= K ? zero() : load_lanes(x + k, K - k);
         const V rounded = add(mul(v, inverse), magic);
         __builtin_memcpy(whole, &rounded, sizeof whole);
         for (int i = 0; i < 16; ++i) whole[i] -= 0x4b400000;
@@ -249,10 +264,39 @@ void product(const Panels& w, const float* const* x, float* const* out, int64_t 
     }
 }
 
+// rest = x less what its whole numbers stand for, rounded once.
+inline void rest_of(const float* x, int64_t K, float* rest) {
+    const WholeScale by = scale_of(x, K);
+    for (int64_t k = 0; k < K; k += 16) {
+        const V v = load_lanes(x + k, K - k);
+        store_lanes(rest + k, fma(sub(zero(), by.whole(v)), set1(by.scale), v), K - k);
+    }
+}
+
+// A checkpoint's own mxfp4 weights are the model: their rows count to 30 bits, as the sum of two products.
+void product_of_both(const Panels& w, const float* const* x, float* const* out, int64_t T, bool add, const char* then) {
+    const int64_t K = w.num_inputs, N = w.num_outputs, row_floats = K + (add ? N : 0);
+    char* memory = (char*)scratch(REST, (size_t)T * (row_floats * sizeof(float) + 2 * sizeof(float*)));
+    const float** rest = (const float**)memory;
+    float** sums = (float**)memory + T;
+    float* floats = (float*)(sums + T);
+    for (int64_t t = 0; t < T; ++t) {
+        float* of_row = floats + t * row_floats;
+        rest_of(x[t], K, of_row);
+        rest[t] = of_row;
+        sums[t] = add ? of_row + K : out[t];
+    }
+    product<Mxfp4Codes>(w, x, sums, T, false, w.data);
+    product<Mxfp4Codes>(w, rest, sums, T, true, then);
+    if (!add) return;
+    for (int64_t t = 0; t < T; ++t)
+        for (int64_t n = 0; n < N; ++n) out[t][n] += sums[t][n];
+}
+
 void product_of_codes(const Panels& w, const float* const* x, float* const* out, int64_t T, bool add, const char* then) {
     switch (w.format) {
         case Q8: product<Int8Codes>(w, x, out, T, add, then); break;
         case Q4: product<Int4Codes>(w, x, out, T, add, then); break;
-        case MXFP4: product<Mxfp4Codes>(w, x, out, T, add, then); break;
+        case MXFP4: product_of_both(w, x, out, T, add, then); break;
     }
 }

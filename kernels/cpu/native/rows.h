@@ -1,13 +1,5 @@
 // Work on single rows: rms_norm, head norm and rope. Included by an ISA unit inside its own anonymous namespace.
 
-inline V load_lanes(const float* p, int64_t lanes) { return lanes >= 16 ? load(p) : load_part(p, (int)lanes); }
-inline void store_lanes(float* p, V v, int64_t lanes) {
-    if (lanes >= 16)
-        store(p, v);
-    else
-        store_part(p, v, (int)lanes);
-}
-
 // to[0..n) += from[0..n)
 inline void add_row(float* to, const float* from, int64_t n) {
     for (int64_t i = 0; i < n; i += 16)

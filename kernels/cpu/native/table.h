@@ -155,7 +155,7 @@ const Kernels* kernels_avx2();
 const Kernels* kernels_portable();
 
 // This thread's scratch memory, one buffer per `which`, 64-byte aligned, kept until the thread ends.
-enum Scratch : int { SCORES = 0, POINTERS = 1, INNER = 2, SMALL = 3, WIDE = 4, DIGITS = 5, NUM_SCRATCH = 6 };
+enum Scratch : int { SCORES = 0, POINTERS = 1, INNER = 2, SMALL = 3, WIDE = 4, DIGITS = 5, REST = 6, NUM_SCRATCH = 7 };
 void* scratch(Scratch which, size_t bytes);
 
 }  // namespace edge

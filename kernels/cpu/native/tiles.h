@@ -5,6 +5,14 @@ inline int64_t part_begin(int64_t n, int64_t parts, int64_t part) { return n * p
 inline int64_t parts_of(int64_t n, int64_t most) { return (n + most - 1) / most; }
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
+inline V load_lanes(const float* p, int64_t lanes) { return lanes >= 16 ? load(p) : load_part(p, (int)lanes); }
+inline void store_lanes(float* p, V v, int64_t lanes) {
+    if (lanes >= 16)
+        store(p, v);
+    else
+        store_part(p, v, (int)lanes);
+}
+
 // A finished dot of up to 16 outputs on its way out.
 inline void put(float* out, V dot, int lanes, bool add_out) {
     if (lanes == 16)
