@@ -301,6 +301,7 @@ class PlacedExperts:
         unfilled: list[np.ndarray] = []
         if pending is not None:
             outcomes = self._calls.receive_until(pending, began + self._patience_s(called))
+            waits = self._calls.waits  # of these calls: getting along without the late makes others
             if None in outcomes:
                 outcomes = self._without_late(
                     layer, x, expert_ids, out, deadline, called, pending, outcomes, split, slices
@@ -308,7 +309,7 @@ class PlacedExperts:
             if len(called) == 1:
                 self._time(called[0], outcomes[0], sent_at)
             if self.selector is not None:
-                self._measure(called, outcomes)
+                self._measure(called, outcomes, waits)
             for host, outcome in zip(called, outcomes, strict=True):
                 slots = pairs[offsets[host] : offsets[host + 1]]
                 if outcome is not None and not self._take(host, outcome, slots, out_rows):
@@ -436,11 +437,16 @@ class PlacedExperts:
         choice, self._late_choice = self._late_choice, None
         return choice
 
-    def _measure(self, called: Sequence[int], outcomes: Sequence[Outcome | None]) -> None:
+    def _measure(
+        self,
+        called: Sequence[int],
+        outcomes: Sequence[Outcome | None],
+        waits: Sequence[tuple[float, bool]],
+    ) -> None:
         """Let the selector know how long the replies took, as far as each was waited for."""
         assert self.selector is not None
         now = self._clock.now()
-        for host, outcome, (waited_s, is_bound) in zip(called, outcomes, self._calls.waits, strict=True):
+        for host, outcome, (waited_s, is_bound) in zip(called, outcomes, waits, strict=True):
             if isinstance(outcome, Envelope):
                 self.selector.measured(host, waited_s, now, is_bound=is_bound)
 
