@@ -40,10 +40,17 @@ class Journal:
         self._out = out
 
     def read(self) -> dict[int, dict[str, Any]]:
-        """Answers by index; a last line that was cut short counts as not written. RequestError for other prompts' answers."""
+        """Answers by index; a last line that was cut short counts as not written.
+
+        RequestError for other prompts' answers, and for answers that are whole already.
+        """
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
+            if self._out.exists():
+                raise RequestError(
+                    f"{self._out} exists already; remove it to answer the prompts again, or give another --out"
+                ) from None
             return {}
         lines = content[: content.rfind(b"\n") + 1].splitlines()
         if not lines or json.loads(lines[0]) != self._head:

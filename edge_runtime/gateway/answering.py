@@ -83,8 +83,9 @@ class Answering:
     def _run(
         self, prompts: Sequence[Prompt], bring: Callable[[Part], None], check: Callable[..., None]
     ) -> list[Answer]:
-        client = self._idle.pop() if self._idle else None
-        if client is None:
+        try:
+            client = self._idle.pop()
+        except IndexError:  # none is idle; looking first would race with other threads
             client = self._connect()
         places: dict[str, int] = {}
 

@@ -7,7 +7,7 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,6 +23,7 @@ MAX_BODY_BYTES = 2 << 20  # of a prompt on the wire as well
 BODY_S = 30.0  # a body that takes longer is given up
 RETRY_AFTER_S = 2
 INVALID, UNAVAILABLE = "invalid_request_error", "service_unavailable"
+T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -125,9 +126,11 @@ class Gateway:
             return await self._whole(request, ask, responder)
         events = self._answering.run(ask.prompts)
         try:  # until the first token comes, a failure still has a status code of its own
-            first = await anext(events)
+            first = await _unless_gone(request, anext(events))
         except EdgeError as error:
             return _told(error)
+        if first is None:
+            return Response(status_code=499)
         if isinstance(first, Ended) and (failure := first_error(first.answers)) is not None:
             return _told(failure)
         return StreamingResponse(
@@ -137,19 +140,12 @@ class Gateway:
         )
 
     async def _whole(self, request: Request, ask: openai.Ask, responder: openai.Responder) -> Response:
-        task = asyncio.ensure_future(self._collect(ask))
-        gone = asyncio.ensure_future(_until_gone(request))
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                return Response(status_code=499)
-            answers = task.result()
+            answers = await _unless_gone(request, self._collect(ask))
         except EdgeError as error:
             return _told(error)
-        finally:
-            for one in (task, gone):
-                one.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
+        if answers is None:
+            return Response(status_code=499)
         failure = first_error(answers)
         return _told(failure) if failure is not None else JSONResponse(responder.whole(answers))
 
@@ -210,6 +206,19 @@ async def _body(request: Request) -> object:
         raise RequestError(f"the body is not JSON: {error}") from error
 
 
+async def _unless_gone(request: Request, awaited: Awaitable[T]) -> T | None:
+    """What is awaited; None, and it is given up, if the reader goes away before."""
+    task = asyncio.ensure_future(awaited)
+    gone = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -235,4 +244,4 @@ def _failed(status: int, message: str, kind: str, code: str | None = None) -> Re
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _failed(error.status_code, f"{request.method} {request.url.path}: {error.detail}", INVALID)
+    return _failed(error.status_code, f"{request.method} {request.url.path:.80}: {error.detail}", INVALID)

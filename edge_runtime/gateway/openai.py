@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_runtime.client import Answer, Prompt
-from edge_runtime.engine.request import check_params, read_params
+from edge_runtime.engine.request import SEED_MAX, check_params, read_params
 from edge_runtime.errors import RequestError
 from edge_runtime.protocol import TokenLogprobs
 
@@ -30,10 +30,10 @@ PASSED_ON = (
     "k",
     "sub_experts",
     "service",
+    "quality",
 )
 IGNORED = frozenset(
     {
-        "user",
         "metadata",
         "store",
         "service_tier",
@@ -66,6 +66,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 KNOWN = frozenset(
     {
         "model",
+        "user",
         "messages",
         "prompt",
         "max_tokens",
@@ -108,7 +109,7 @@ def read_ask(body: object, *, is_chat: bool) -> Ask:
         )
     check_params(read_params(options), ANY_VOCABULARY)
     prompts = [
-        Prompt(**prompt, sampling=_of_choice(options, choice))
+        Prompt(**prompt, sampling=_of_choice(options, choice), user=_text(body, "user"))
         for prompt in asked
         for choice in range(num_choices)
     ]
@@ -125,7 +126,9 @@ def read_ask(body: object, *, is_chat: bool) -> Ask:
 def _of_choice(options: Mapping[str, Any], choice: int) -> dict[str, Any]:
     """Several answers to one prompt with one seed would be one answer several times."""
     seed = options.get("seed")
-    return dict(options) if seed is None else {**options, "seed": seed + choice}
+    if seed is None:
+        return dict(options)
+    return {**options, "seed": seed + choice if seed + choice <= SEED_MAX else seed - choice}
 
 
 def _refuse_unknown(body: Mapping[str, Any]) -> None:

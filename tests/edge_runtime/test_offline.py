@@ -83,3 +83,9 @@ def test_answers_to_other_prompts_are_not_taken_up(tmp_path):
     attempt(tmp_path, [4, 4, 4, 4], killed_at=1)
     with pytest.raises(RequestError, match="holds answers to other prompts; remove it"):
         Journal(tmp_path / "out.jsonl", [Prompt(prompt="else")]).read()
+
+
+def test_answers_that_are_whole_are_not_written_over(tmp_path):
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    with pytest.raises(RequestError, match="exists already; remove it"):
+        Journal(tmp_path / "out.jsonl", [Prompt(prompt="again")]).read()

@@ -74,6 +74,16 @@ def test_options_are_passed_on() -> None:
     assert ask.streams and ask.num_logprobs == 3
 
 
+def test_the_largest_seed_still_gives_each_answer_its_own() -> None:
+    ask = read_ask(text(n=2, seed=2**63 - 1), is_chat=False)
+    assert [prompt.sampling["seed"] for prompt in ask.prompts] == [2**63 - 1, 2**63 - 2]
+
+
+def test_a_budget_of_quality_is_spent_from_the_users_ledger() -> None:
+    [prompt] = read_ask(chat(user="ann", quality="balanced"), is_chat=True).prompts
+    assert (prompt.user, prompt.sampling["quality"]) == ("ann", "balanced")
+
+
 def test_what_asks_for_nothing_is_no_fault() -> None:
     read_ask(chat(user="me", frequency_penalty=0, tools=[], response_format={"type": "text"}), is_chat=True)
 
