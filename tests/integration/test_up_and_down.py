@@ -138,7 +138,7 @@ def test_two_clusters_run_side_by_side_and_stop_apart(cluster: LocalCluster, one
 
 
 def test_a_model_that_is_cut_short_ends_up_with_the_files_name(tmp_path: Path) -> None:
-    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    model = Path(shutil.copytree(MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("calibration")))
     shard = model / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     cluster = LocalCluster(write_topology(tmp_path, "two_nodes", model=model))
@@ -152,7 +152,7 @@ def test_a_node_with_another_model_is_refused_with_both_hashes(
     one_node: LocalCluster, tmp_path: Path
 ) -> None:
     """The same topology, but on this machine the folder holds other weights."""
-    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    model = Path(shutil.copytree(MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("calibration")))
     shard = model / "model-00002-of-00002.safetensors"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
