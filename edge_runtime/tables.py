@@ -19,6 +19,7 @@ from topology.traits import ExpertTraits
 from topology.units import format_byte_rate, format_duration, format_flops, format_rate
 
 MIB = 2**20
+CREDIBLE_BYTES_PER_S = 1e12
 MAX_WIDTH = 2000  # characters of a line: nothing is ever folded
 
 
@@ -85,11 +86,11 @@ def _speed_lines(body: dict[str, Any]) -> list[str]:
             continue
         found, said = speed["measured"], speed["declared"]
         parts = [
-            "memory " + _both(format_byte_rate, said["memory_bytes_per_s"], found["memory_bytes_per_s"]),
+            "memory " + _both(_byte_rate, said["memory_bytes_per_s"], found["memory_bytes_per_s"]),
             "compute " + _both(format_flops, said["flops"], found["flops"]),
         ]
         if found["experts"] is not None:
-            parts.append(f"experts {_rough(format_byte_rate, found['experts']['bytes_per_s'])}")
+            parts.append(f"experts {_rough(_byte_rate, found['experts']['bytes_per_s'])}")
         parts.append(f"a call {_rough(format_duration, found['call_overhead_s'])}")
         lines.append(f"{node['name']}: {', '.join(parts)}")
     for link in body["links"]:
@@ -100,6 +101,13 @@ def _speed_lines(body: dict[str, Any]) -> list[str]:
             f"{_rough(format_rate, found['bandwidth_bps'])} measured"
         )
     return ["", "speeds, measured:", *lines] if lines else []
+
+
+def _byte_rate(bytes_per_s: float) -> str:
+    """What no memory does is what a fit leaves of a time that is all arithmetic: small experts lie in cache."""
+    return (
+        format_byte_rate(bytes_per_s) if bytes_per_s < CREDIBLE_BYTES_PER_S else "no time beside arithmetic"
+    )
 
 
 def _both(told: Callable[[float], str], declared: float | None, measured: float) -> str:

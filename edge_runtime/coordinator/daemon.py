@@ -396,6 +396,9 @@ class CoordinatorDaemon:
         home = "" if refused else worker or self._choose_home() or ""
         if refused is None and not home:
             detail = f"no node can answer now: waiting for {self._state.waiting_for()}"
+            gone = [record.name for record in self._state.nodes.values() if record.phase in ("lost", "left")]
+            if gone:
+                detail += f"; if it does not come by itself, run `edge-runtime node {gone[0]}` on its machine"
             refused = Refused("not_ready", detail, RETRY_S, request_id)
         refused = refused or self._send_to(home, submit, prefill_only=bool(worker))
         if refused is not None:

@@ -108,6 +108,14 @@ def test_what_is_declared_is_shown_beside_what_was_measured():
     )
 
 
+def test_a_speed_that_no_memory_has_is_not_shown_as_one():
+    experts = {"bytes_per_s": 8e12, "flops": 5e10, "overhead_s": 1e-5}
+    measured = {"memory_bytes_per_s": 8e9, "flops": 6e10, "call_overhead_s": 1e-4, "experts": experts}
+    declared = {"memory_bytes_per_s": None, "flops": None}
+    text = status_table(status(speed={"declared": declared, "measured": measured, "cores": 2.0}))
+    assert "experts no time beside arithmetic" in text
+
+
 def test_a_plan_shows_the_same_bytes_as_its_json():
     found = replace(cluster("n1", "n2"), memory_ratio=1.5)
     placement = plan_placement(found, footprint())
