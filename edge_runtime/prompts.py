@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_runtime.client import Prompt
-from edge_runtime.engine.request import check_params, read_params
+from edge_runtime.engine.request import ANY_VOCABULARY, check_options
 from edge_runtime.errors import RequestError
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
@@ -31,15 +31,13 @@ SAMPLING_KEYS = (
 STDIN = "-"
 SHOWN_FAULTS = 20  # lines of a file that are told at a time
 SYSTEM_WITHOUT_CHAT = "--system is a chat's first message; add --chat"
-ANY_VOCABULARY = 2**31  # what the model's is, its node knows: token ids are checked there again
-LONGEST_NUMBER = 2**63 - 1  # that can be sent
 
 
 def prompt_from_options(
     text: str, sampling: Mapping[str, Any], *, chat: bool, system: str | None, trace: bool
 ) -> Prompt:
     """One prompt of the command line, raw or as the user's turn of a chat. RequestError for what cannot be meant."""
-    _check_options(sampling)
+    check_options(sampling)
     if not text:
         raise RequestError("the prompt is empty; give at least one character")
     if system is not None and not chat:
@@ -110,7 +108,7 @@ def _prompt_from_line(
         if not isinstance(entry["prompt"], str):
             raise RequestError(f"prompt is {entry['prompt']!r:.40}, expected a string")
         return prompt_from_options(entry["prompt"], options, chat=chat, system=system, trace=trace)
-    _check_options(options)
+    check_options(options)
     if "messages" in given:
         messages = entry["messages"]
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -118,19 +116,10 @@ def _prompt_from_line(
         return Prompt(messages=messages, sampling=options, trace=trace)
     ids = entry["prompt_ids"]
     if not isinstance(ids, list) or not all(
-        type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids
+        type(token_id) is int and 0 <= token_id < ANY_VOCABULARY for token_id in ids
     ):
         raise RequestError("prompt_ids is no list of token ids")
     return Prompt(prompt_ids=ids, sampling=options, trace=trace)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse here what every node would: the person who typed it is near, and the line is known."""
-    params = read_params(options)
-    check_params(params, ANY_VOCABULARY)
-    for name in ("max_tokens", "top_k"):
-        if getattr(params, name) > LONGEST_NUMBER:
-            raise RequestError(f"{name} is too large; allowed is at most {LONGEST_NUMBER}")
 
 
 def _refuse_misspelt(entry: Mapping[str, Any]) -> None:

@@ -17,6 +17,8 @@ from edge_runtime.selector.budget import budget_of
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+ANY_VOCABULARY = 2**31  # what the model's is, its node knows: token ids are checked there again
+LONGEST_NUMBER = 2**63 - 1  # that can be sent
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 _LARGEST = sys.float_info.max
@@ -101,6 +103,15 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     _few("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS)
     for token in params.stop_token_ids:
         _whole("stop_token_ids", token, 0, vocab_size - 1)
+
+
+def check_options(fields: Mapping[str, object]) -> None:
+    """Refuse what every node would, near whoever asks: of no vocabulary yet, and no number that cannot be sent."""
+    params = read_params(fields)
+    check_params(params, ANY_VOCABULARY)
+    for name in ("max_tokens", "top_k", "sub_experts"):
+        if (getattr(params, name) or 0) > LONGEST_NUMBER:
+            raise RequestError(f"{name} is too large; allowed is at most {LONGEST_NUMBER}")
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, context_tokens: int) -> None:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_runtime.client import Answer, Prompt
-from edge_runtime.engine.request import SEED_MAX, check_params, read_params
+from edge_runtime.engine.request import ANY_VOCABULARY, SEED_MAX, check_options
 from edge_runtime.errors import RequestError
 from edge_runtime.protocol import TokenLogprobs
 
-ANY_VOCABULARY = 2**31  # what the model's is, its node knows: token ids are checked there again
 MAX_CHOICES = 16  # of one request, prompts times `n`
 UNLIMITED = 1 << 30  # tokens: the context ends the answer before
 COMPLETION_TOKENS = 16  # of /v1/completions where the client names no number, as in OpenAI's API
@@ -107,7 +106,7 @@ def read_ask(body: object, *, is_chat: bool) -> Ask:
             f"{len(asked)} prompts with n = {num_choices} are {len(asked) * num_choices} answers; "
             f"at most {MAX_CHOICES} fit in one request"
         )
-    check_params(read_params(options), ANY_VOCABULARY)
+    check_options(options)
     prompts = [
         Prompt(**prompt, sampling=_of_choice(options, choice), user=_text(body, "user"))
         for prompt in asked

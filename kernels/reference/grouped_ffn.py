@@ -1,5 +1,6 @@
 """grouped_ffn: routed rows through the experts they were sent to."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from kernels.activations import Activation
 from kernels.reference.chain import product
 from kernels.reference.formats import Codes, Weight, encode, stacked
 
+Product = Callable[[Tensor, Tensor | Codes], Tensor]
 Biases = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -78,6 +80,13 @@ def add_bias(finished: Tensor, bias: Tensor | None) -> Tensor:
     return finished if bias is None else finished + bias
 
 
+def inner_rows(taken: Tensor, expert: PlainExpert, multiply: Product = product) -> Tensor:
+    """[R, F]: what an expert's neurons give for rows [R, D], before `down`."""
+    gate_bias, up_bias, _ = expert.biases
+    gate = None if expert.gate is None else add_bias(multiply(taken, expert.gate), gate_bias)
+    return activate(gate, add_bias(multiply(taken, expert.up), up_bias), expert.activation)
+
+
 def grouped_ffn(x: Tensor, rows: Tensor, expert_ids: Tensor, bank: PlainBank, out: Tensor) -> None:
     """Put each routed row through its expert, unweighted: down(activation(gate x, up x)), biases where there are any.
 
@@ -92,8 +101,5 @@ def grouped_ffn(x: Tensor, rows: Tensor, expert_ids: Tensor, bank: PlainBank, ou
     bank.check(expert_ids, rows, len(x))
     for i, (row, expert_id) in enumerate(zip(rows.tolist(), expert_ids.tolist(), strict=True)):
         expert = bank[expert_id]
-        gate_bias, up_bias, down_bias = expert.biases
-        taken = x[row][None]
-        gate = None if expert.gate is None else add_bias(product(taken, expert.gate), gate_bias)
-        inner = activate(gate, add_bias(product(taken, expert.up), up_bias), expert.activation)
-        out[i] = add_bias(product(inner, expert.down), down_bias)[0]
+        inner = inner_rows(x[row][None], expert)
+        out[i] = add_bias(product(inner, expert.down), expert.biases[2])[0]

@@ -8,9 +8,9 @@ from torch import Tensor
 from kernels.packing import GROUP
 from kernels.reference.chain import product
 from kernels.reference.formats import Codes
-from kernels.reference.grouped_ffn import PlainBank, PlainExpert, activate, add_bias, grouped_ffn
+from kernels.reference.grouped_ffn import PlainBank, Product, grouped_ffn, inner_rows
 
-Product = Callable[[Tensor, Tensor | Codes], Tensor]
+GroupedFfn = Callable[[Tensor, Tensor, Tensor, PlainBank, Tensor], None]
 
 COLUMNS_TOGETHER = {"int8": 4, "int4": GROUP, "mxfp4": GROUP}
 """Inputs of a weight that are stored together, by format of codes."""
@@ -42,17 +42,9 @@ def sliced_ffn(
     of its columns alone (of whole groups, with zeros beside the slice), and these are added to 0 in order; the bias of
     `down` counts by the share of slices. No slice: zeros.
     """
-    check_masks(masks, num_parts)
-    bank.check(expert_ids, rows, len(x))
-    full = (1 << num_parts) - 1
-    whole = (masks == full).nonzero().view(-1)
-    if len(whole):
-        outputs = torch.empty(len(whole), out.shape[1])
-        grouped_ffn(x, rows[whole], expert_ids[whole], bank, outputs)
-        out[whole] = outputs
-    for i in (masks != full).nonzero().view(-1).tolist():
+    for i in run_whole(x, rows, expert_ids, masks, num_parts, bank, out, grouped_ffn).tolist():
         expert = bank[int(expert_ids[i])]
-        inner = inner_row(x[int(rows[i])], expert)
+        inner = inner_rows(x[int(rows[i])][None], expert)
         width = inner.shape[1] // num_parts
         total = torch.zeros(1, out.shape[1])
         slices = [s for s in range(num_parts) if int(masks[i]) >> s & 1]
@@ -60,6 +52,28 @@ def sliced_ffn(
             total = total + slice_product(inner, expert.down, s * width, (s + 1) * width)
         bias = expert.biases[2]
         out[i] = (total if bias is None else total + bias * (len(slices) / num_parts))[0]
+
+
+def run_whole(
+    x: Tensor,
+    rows: Tensor,
+    expert_ids: Tensor,
+    masks: Tensor,
+    num_parts: int,
+    bank: PlainBank,
+    out: Tensor,
+    run: GroupedFfn,
+) -> Tensor:
+    """Check all routed rows and `run` those with all slices. Returns which are left, [R'] int64."""
+    check_masks(masks, num_parts)
+    bank.check(expert_ids, rows, len(x))
+    full = (1 << num_parts) - 1
+    whole = (masks == full).nonzero().view(-1)
+    if len(whole):
+        outputs = torch.empty(len(whole), out.shape[1])
+        run(x, rows[whole], expert_ids[whole], bank, outputs)
+        out[whole] = outputs
+    return (masks != full).nonzero().view(-1)
 
 
 def slice_product(
@@ -86,16 +100,8 @@ def columns(weight: Tensor | Codes, begin: int, stop: int) -> Tensor | Codes:
     )
 
 
-def inner_row(x: Tensor, expert: PlainExpert) -> Tensor:
-    """[1, F]: what one row's neurons give."""
-    gate_bias, up_bias, _ = expert.biases
-    taken = x[None]
-    gate = None if expert.gate is None else add_bias(product(taken, expert.gate), gate_bias)
-    return activate(gate, add_bias(product(taken, expert.up), up_bias), expert.activation)
-
-
 def expert_inner(x: Tensor, rows: Tensor, expert_ids: Tensor, bank: PlainBank, out: Tensor) -> None:
     """What the neurons of each routed row's expert give, before `down`: out [R, F]. Else as grouped_ffn."""
     bank.check(expert_ids, rows, len(x))
     for i, (row, expert_id) in enumerate(zip(rows.tolist(), expert_ids.tolist(), strict=True)):
-        out[i] = inner_row(x[row], bank[expert_id])[0]
+        out[i] = inner_rows(x[row][None], bank[expert_id])[0]

@@ -113,6 +113,8 @@ def test_what_asks_for_nothing_is_no_fault() -> None:
         (chat(stop=["a"] * 17), "stop has 17 entries"),
         (chat(model=3), "model is a number"),
         (chat(seed=2**70), "seed"),
+        (chat(max_tokens=10**23), "max_tokens is too large"),
+        (chat(sub_experts=10**23), "sub_experts is too large"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(body: Any, said: str) -> None:
