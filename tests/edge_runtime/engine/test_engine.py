@@ -13,28 +13,18 @@ from edge_runtime.engine.scheduler import Scheduler
 from edge_runtime.model.sampling import Sampler
 from tests.support.engines import (
     Lacking,
-    Whole,
     answers_of,
     assert_nothing_left,
     engine_of,
     placed_experts,
     request_of,
     run_to_end,
-    whole_model,
 )
 from tests.support.tiny_models import Reference
 
 SOON_S = 10.0
 CLOSE = 1e-3  # two best logits nearer than this may change places
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def whole(demo_model) -> Iterator[Whole]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield whole_model(demo_model)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Two engines, one that computes prompts and one that answers: blocks by content, and the tokens of one engine alone."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,19 +9,11 @@ from hypothesis import strategies as st
 from edge_runtime.engine.bill import Account
 from edge_runtime.engine.engine import Engine
 from edge_runtime.engine.request import Request, SamplingParams
-from tests.support.engines import Whole, answers_of, engine_of, run_to_end, whole_model
+from tests.support.engines import answers_of, engine_of, run_to_end
 
 IDS = torch.randint(10, 8000, (300,), generator=torch.Generator().manual_seed(4)).tolist()
 NUM_TOKENS = 12
 ELSEWHERE = np.array([[2.5, 4.0], [10.0, 3.0]])  # gate weight and slots
-
-
-@pytest.fixture(scope="module")
-def whole(demo_model) -> Iterator[Whole]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield whole_model(demo_model)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

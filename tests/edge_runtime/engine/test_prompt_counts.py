@@ -1,6 +1,6 @@
 """Whatever happens to a prompt's blocks, its counts are those of computing it alone, once, at one go."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,22 +14,12 @@ from edge_runtime.engine.runner import HostedExperts
 from edge_runtime.model.moe import Beside, Missing
 from edge_runtime.routing.signature import check_conservation
 from tests.support.engines import (
-    Whole,
     engine_of,
     placed_experts,
     run_to_end,
-    whole_model,
 )
 
 IDS = torch.randint(10, 8000, (400,), generator=torch.Generator().manual_seed(9)).tolist()
-
-
-@pytest.fixture(scope="module")
-def whole(demo_model) -> Iterator[Whole]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield whole_model(demo_model)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

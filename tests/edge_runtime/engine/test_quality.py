@@ -1,10 +1,7 @@
 """Requests with a quality budget in an engine: what is exact stays so to the bit, and what is spent is on the bill."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,18 +11,10 @@ from edge_runtime.engine.request import Request, SamplingParams, check_params
 from edge_runtime.errors import RequestError
 from edge_runtime.selector.choose import Options
 from tests.support.elsewhere import Elsewhere, budget_engine, selector_of, some_elsewhere
-from tests.support.engines import Whole, answers_of, engine_of, run_to_end, whole_model
+from tests.support.engines import Whole, answers_of, engine_of, run_to_end
 
 HOSTS = some_elsewhere(6, 32)
 PROMPTS = {"a": [5, 80, 900, 33, 7], "b": [1000, 5, 6, 42] * 6, "c": list(range(300, 350))}
-
-
-@pytest.fixture(scope="module")
-def whole(demo_model) -> Iterator[Whole]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield whole_model(demo_model)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

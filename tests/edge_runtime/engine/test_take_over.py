@@ -1,9 +1,8 @@
 """A change of placement between two steps: the same tokens, one bill over both, nothing left in what was before."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 
 from edge_runtime.engine.engine import Engine
 from tests.support.engines import (
@@ -14,18 +13,9 @@ from tests.support.engines import (
     placed_experts,
     request_of,
     run_to_end,
-    whole_model,
 )
 
 PROMPTS = {"a": [17], "b": list(range(300, 340)), "c": list(range(40, 160)), "d": [5, 900, 41]}
-
-
-@pytest.fixture(scope="module")
-def whole(demo_model) -> Iterator[Whole]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield whole_model(demo_model)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
