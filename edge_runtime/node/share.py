@@ -387,6 +387,7 @@ def _is_alike(held: LoadedShare, share: Share, settings: ShareSettings) -> bool:
     return (
         layers == (share.first_layer, share.last_layer)
         and held.settings.weight_format == settings.weight_format
+        and held.settings.trunk_format == settings.trunk_format
     )
 
 
