@@ -12,6 +12,7 @@ import click
 import pytest
 
 from edge_runtime import cli
+from edge_runtime.commands import shared
 from tests.support.clusters import write_topology
 from tests.support.tiny_models import edit_config, read_tensors, write_tensors, write_tiny_qwen3_moe
 
@@ -292,8 +293,8 @@ def test_a_missing_key_and_one_that_others_can_read_are_refused(run: Run, tmp_pa
 def test_a_coordinator_that_is_not_there_is_waited_for_aloud_and_is_the_clusters_fault(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "QUIET_S", 0.1)
-    monkeypatch.setattr(cli, "CONNECT_S", 0.3)
+    monkeypatch.setattr(shared, "QUIET_S", 0.1)
+    monkeypatch.setattr(shared, "CONNECT_S", 0.3)
     topology = write_topology(tmp_path, "two_nodes")
     for command in (["status"], ["submit", "hello"]):
         ended = run(*command, "--topology", topology)
