@@ -39,7 +39,14 @@ class CorpusError(UserError):
 
 
 class RequestError(UserError):
-    """A prompt or a request's options cannot be served; says the limit and the value."""
+    """A prompt or a request's options cannot be served; says the limit and the value.
+
+    field  which option is wrong, for clients whose API names it; None where it is not one
+    """
+
+    def __init__(self, detail: str, field: str | None = None) -> None:
+        super().__init__(detail)
+        self.field = field
 
 
 class ClusterError(EdgeError):

@@ -3,6 +3,7 @@
 Checks what the user may ask for. It knows no scheduler: the fields marked so are written by the scheduler alone.
 """
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -22,6 +23,13 @@ LONGEST_NUMBER = 2**63 - 1  # that can be sent
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 _LARGEST = sys.float_info.max
+_TYPE_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+}
 
 State = Literal["waiting", "running", "finished"]
 FinishReason = Literal["stop", "length", "error", "abort"]
@@ -67,11 +75,14 @@ def read_params(fields: Mapping[str, object]) -> SamplingParams:
     known = SamplingParams.__struct_fields__
     for name in fields:
         if name not in known:
-            raise RequestError(f"unknown option {name!r}; the options are {', '.join(known)}")
+            raise RequestError(f"unknown option {name!r}; the options are {', '.join(known)}", name)
     try:
         return msgspec.convert(fields, SamplingParams)
     except msgspec.ValidationError as error:
-        raise RequestError(f"a request's options are wrong: {error}") from error
+        said, _, path = str(error).partition(" - at `$.")  # msgspec's words for what it expected, and where
+        name = re.split(r"\W", path)[0]
+        expected = said.partition(", got")[0].removeprefix("Expected ").replace("`", "")
+        raise _refused(name, fields.get(name), _TYPE_WORDS.get(expected, expected)) from error
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
@@ -111,7 +122,7 @@ def check_options(fields: Mapping[str, object]) -> None:
     check_params(params, ANY_VOCABULARY)
     for name in ("max_tokens", "top_k", "sub_experts"):
         if (getattr(params, name) or 0) > LONGEST_NUMBER:
-            raise RequestError(f"{name} is too large; allowed is at most {LONGEST_NUMBER}")
+            raise RequestError(f"{name} is too large; allowed is at most {LONGEST_NUMBER}", name)
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, context_tokens: int) -> None:
@@ -146,7 +157,7 @@ def encoder_prompt(input_ids: Sequence[int], start_token_id: int) -> list[int]:
 
 
 def _refused(name: str, value: object, allowed: str) -> RequestError:
-    return RequestError(f"{name} is {value!r}; allowed is {allowed}")
+    return RequestError(f"{name} is {value!r:.80}; allowed is {allowed}", name)
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:
@@ -167,7 +178,7 @@ def _few(name: str, values: object, most: int) -> None:
     if not isinstance(values, tuple | list):
         raise _refused(name, values, "a list")
     if len(values) > most:
-        raise RequestError(f"{name} has {len(values)} entries; allowed are at most {most}")
+        raise RequestError(f"{name} has {len(values)} entries; allowed are at most {most}", name)
 
 
 class Request:

@@ -104,7 +104,7 @@ class Gateway:
         try:
             ask = openai.read_ask(await _body(request), is_chat=is_chat)
         except RequestError as error:
-            return _failed(400, str(error), INVALID)
+            return _told(error)
         except _TooLarge as error:
             return _failed(413, str(error), INVALID)
         except TimeoutError:
@@ -234,7 +234,8 @@ def _told(error: EdgeError) -> Response:
 
 
 def _error_body(error: EdgeError) -> dict[str, Any]:
-    return openai.error(str(error), INVALID if isinstance(error, UserError) else UNAVAILABLE)
+    kind = INVALID if isinstance(error, UserError) else UNAVAILABLE
+    return openai.error(str(error), kind, field=getattr(error, "field", None))
 
 
 def _failed(status: int, message: str, kind: str, code: str | None = None) -> Response:

@@ -4,6 +4,7 @@ What a client asks and this runtime does not do is refused by name rather than d
 than was asked for.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,7 @@ def read_ask(body: object, *, is_chat: bool) -> Ask:
     if not isinstance(body, dict):
         raise RequestError(f"the body is {_kind(body)}, expected an object")
     _refuse_unknown(body)
+    _refuse_half_characters(body)
     num_choices = _whole(body, "n", 1, 1, MAX_CHOICES)
     options = _options(body, is_chat=is_chat)
     asked = _chat(body) if is_chat else _texts(body)
@@ -134,9 +136,18 @@ def _refuse_unknown(body: Mapping[str, Any]) -> None:
     for name, value in body.items():
         if name in NEUTRAL:
             if value not in NEUTRAL[name]:
-                raise RequestError(f"{name} is not supported; leave it out")
+                raise RequestError(f"{name} is not supported; leave it out", name)
         elif name not in KNOWN and name not in IGNORED:
-            raise RequestError(f"unknown field {name!r}; the fields are {', '.join(sorted(KNOWN))}")
+            raise RequestError(f"unknown field {name!r}; the fields are {', '.join(sorted(KNOWN))}", name)
+
+
+def _refuse_half_characters(body: Mapping[str, Any]) -> None:
+    """JSON can escape half of a surrogate pair, which no other encoding of text has."""
+    for name, value in body.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{name} is not valid Unicode text: {error.reason}", name) from error
 
 
 def _options(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
@@ -153,7 +164,7 @@ def _options(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
         if _bool(body, "logprobs"):
             options["logprobs"] = num_best
         elif num_best:
-            raise RequestError("top_logprobs is given without logprobs; set logprobs to true")
+            raise RequestError("top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
     elif logprobs is not None and logprobs is not False:
         options["logprobs"] = _whole(body, "logprobs", 0, 0, 20)
     return options
@@ -163,14 +174,14 @@ def _chat(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError(
-            "messages is missing, empty or no list; expected objects with `role` and `content`"
+            "messages is missing, empty or no list; expected objects with `role` and `content`", "messages"
         )
     return [{"messages": [_message(number, message) for number, message in enumerate(messages)]}]
 
 
 def _message(number: int, message: object) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(f"messages[{number}] is no object with a `role`")
+        raise RequestError(f"messages[{number}] is no object with a `role`", "messages")
     role = "system" if message["role"] == "developer" else message["role"]
     return {"role": role, "content": _content(number, message.get("content"))}
 
@@ -182,13 +193,13 @@ def _content(number: int, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"messages[{number}].content is {_kind(content)}, expected text")
+        raise RequestError(f"messages[{number}].content is {_kind(content)}, expected text", "messages")
     texts = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             what = part.get("type") if isinstance(part, dict) else _kind(part)
             raise RequestError(
-                f"messages[{number}].content has a part of type {what!r}; only text is supported"
+                f"messages[{number}].content has a part of type {what!r}; only text is supported", "messages"
             )
         texts.append(part["text"])
     return "".join(texts)
@@ -202,18 +213,20 @@ def _texts(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     elif isinstance(prompt, list) and prompt:
         prompts = [prompt] if all(type(entry) is int for entry in prompt) else prompt
     else:
-        raise RequestError("prompt is missing or empty; expected text, token ids, or a list of either")
+        raise RequestError(
+            "prompt is missing or empty; expected text, token ids, or a list of either", "prompt"
+        )
     return [_one_text(entry) for entry in prompts]
 
 
 def _one_text(entry: object) -> dict[str, Any]:
     if isinstance(entry, str):
         if not entry:
-            raise RequestError("the prompt is empty; give at least one character")
+            raise RequestError("the prompt is empty; give at least one character", "prompt")
         return {"prompt": entry}
     if isinstance(entry, list) and entry and all(type(i) is int and 0 <= i < ANY_VOCABULARY for i in entry):
         return {"prompt_ids": entry}
-    raise RequestError("prompt has an entry that is neither text nor a list of token ids")
+    raise RequestError("prompt has an entry that is neither text nor a list of token ids", "prompt")
 
 
 def _includes_usage(body: Mapping[str, Any]) -> bool:
@@ -221,7 +234,7 @@ def _includes_usage(body: Mapping[str, Any]) -> bool:
     if options is None:
         return False
     if not isinstance(options, dict):
-        raise RequestError(f"stream_options is {_kind(options)}, expected an object")
+        raise RequestError(f"stream_options is {_kind(options)}, expected an object", "stream_options")
     return _bool(options, "include_usage")
 
 
@@ -230,7 +243,7 @@ def _whole(body: Mapping[str, Any], name: str, default: int, low: int, high: int
     if value is None:
         return default
     if type(value) is not int or not low <= value <= high:
-        raise RequestError(f"{name} is {value!r:.40}; allowed is a whole number from {low} to {high}")
+        raise RequestError(f"{name} is {value!r:.40}; allowed is a whole number from {low} to {high}", name)
     return value
 
 
@@ -239,7 +252,7 @@ def _bool(body: Mapping[str, Any], name: str) -> bool:
     if value is None:
         return False
     if not isinstance(value, bool):
-        raise RequestError(f"{name} is {value!r:.40}; allowed is true or false")
+        raise RequestError(f"{name} is {value!r:.40}; allowed is true or false", name)
     return value
 
 
@@ -248,7 +261,7 @@ def _text(body: Mapping[str, Any], name: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise RequestError(f"{name} is {_kind(value)}, expected text")
+        raise RequestError(f"{name} is {_kind(value)}, expected text", name)
     return value
 
 
@@ -386,6 +399,6 @@ def model_entry(model: str, created_s: int) -> dict[str, Any]:
     return {"id": model, "object": "model", "created": created_s, "owned_by": "edge-runtime"}
 
 
-def error(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    """The body of everything that fails."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def error(message: str, kind: str, code: str | None = None, field: str | None = None) -> dict[str, Any]:
+    """The body of everything that fails. `field` is what of the request is wrong."""
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}

@@ -169,7 +169,12 @@ def test_models_and_health_are_told(gateway: RunningGateway) -> None:
         ("/v1/completions", b'{"prompt": "x", "model": "other"}', 404, "model 'other' is not served"),
         ("/v1/completions", b'{"prompt": "%s"}' % (b"a" * (3 << 20)), 413, "more than"),
         ("/v1/completions", b'{"prompt": "%s"}' % (b"a " * 4000), 400, "context"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "cannot be"),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            400,
+            "messages is not valid",
+        ),
         ("/v1/nothing", b"{}", 404, "Not Found"),
     ],
 )
@@ -178,6 +183,12 @@ def test_a_bad_request_is_told_in_one_sentence(
 ) -> None:
     found, reply = gateway.post(path, body)
     assert (found, said in reply["error"]["message"]) == (status, True), reply
+
+
+def test_a_refusal_names_the_field(gateway: RunningGateway) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        gateway.client.completions.create(model=MODEL, prompt="x", temperature=-1)
+    assert refused.value.param == "temperature"
 
 
 def test_a_key_is_needed_where_one_is_set(one_node: LocalCluster) -> None:

@@ -101,7 +101,10 @@ def test_what_asks_for_nothing_is_no_fault() -> None:
         (chat(n=True), "n is True"),
         (chat(temprature=1), "unknown field 'temprature'"),
         (chat(temperature=-1), "temperature is -1"),
-        (chat(temperature="hot"), "wrong"),
+        (chat(temperature="hot"), "temperature is 'hot'; allowed is a number"),
+        (chat(stop=[1]), r"stop is \[1\]; allowed is text"),
+        (chat(user="\ud800"), "user is not valid Unicode"),
+        (chat(messages=[{"role": "user", "content": "a\ud800"}]), "messages is not valid Unicode"),
         (chat(top_p=0), "top_p is 0"),
         (chat(frequency_penalty=0.5), "frequency_penalty is not supported"),
         (chat(tools=[{"type": "function"}]), "tools is not supported"),
@@ -118,8 +121,9 @@ def test_what_asks_for_nothing_is_no_fault() -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(body: Any, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=said) as refused:
         read_ask(body, is_chat=True)
+    assert refused.value.field is None if isinstance(body, list) else refused.value.field in body
 
 
 @pytest.mark.parametrize(
