@@ -74,7 +74,7 @@ def test_a_refusal_says_name_value_and_range(name, value, allowed):
         check_params(SamplingParams(**{name: value}), 100)
     text = str(refusal.value)
     shown = value[0] if isinstance(value, tuple) else value
-    assert name in text and repr(shown) in text and allowed in text
+    assert name in text and repr(shown)[:80] in text and allowed in text
 
 
 def test_empty_and_too_many_stop_strings_are_refused():
