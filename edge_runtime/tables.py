@@ -38,6 +38,8 @@ def status_table(body: dict[str, Any]) -> str:
         hits = sum(home["hit_blocks"] for home in routing["homes"].values())
         sent = ", ".join(f"{name} {home['requests']}" for name, home in routing["homes"].items())
         head.append(f"routing: {routing['text']}" + (f"; sent: {sent}" if asked else ""))
+        if routing.get("lanes"):
+            head.append(_lanes_line(routing["lanes"]))
         if asked:
             head.append(f"prompt blocks that their home had already: {hits} of {asked}")
     if body["experts_without_host"]:
@@ -75,6 +77,19 @@ def status_table(body: dict[str, Any]) -> str:
         )
     faults = [f"{node['name']}: {node['fault']}" for node in body["nodes"] if node["fault"]]
     return "\n".join([*head, "", table_text(table), *faults, *_speed_lines(body)])
+
+
+def _lanes_line(lanes: dict[str, Any]) -> str:
+    """Who serves which tiers, and what went where."""
+    if lanes["border"] is None:
+        return "lanes: none, since fewer than two homes serve"
+    lowest, highest = lanes["border"] - lanes["window"], lanes["border"] + lanes["window"]
+    sent, crossed = lanes["requests"], lanes["crossings"]
+    return (
+        f"lanes: K below {lowest} at {', '.join(lanes['low'])} ({sent['low']} requests, {crossed['low']} crossed); "
+        f"above {highest} at {', '.join(lanes['high'])} ({sent['high']}, {crossed['high']} crossed); "
+        f"between at either ({sent['either']}); border {lanes['border']}, moved {lanes['moves']} times"
+    )
 
 
 def _speed_lines(body: dict[str, Any]) -> list[str]:

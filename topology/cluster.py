@@ -114,6 +114,18 @@ class Routing:
     """The time to move KV to a home counts as load."""
     refit: bool = False
     """Follow what is asked: clusters are made anew from the latest requests, not from calibration alone."""
+    lanes: bool = False
+    """Homes of their own for requests that use few sub-experts, and for those that use many."""
+    lane_share: float = 0.5
+    """Share of the homes that the lane of few sub-experts has."""
+    lane_window: int = 0
+    """Tiers on each side of the border between the lanes that may use either; 0: an eighth of the full tier."""
+    lane_ratio: float = 1.25
+    """From this ratio of the lanes' pressures on they count as unequal."""
+    lane_dwell_s: float = 2.0
+    """Unequal for so long, the border moves a tier, seconds."""
+    lane_freeze_s: float = 5.0
+    """Once moved, it stays for so long, seconds."""
 
     def __str__(self) -> str:
         changed = [

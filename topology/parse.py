@@ -76,6 +76,12 @@ _ROUTING_KEYS = {
     "count_speed": Key("count_speed", readers.read_flag),
     "count_transfer": Key("count_transfer", readers.read_flag),
     "refit": Key("refit", readers.read_flag),
+    "lanes": Key("lanes", readers.read_flag),
+    "lane_share": Key("lane_share", readers.read_lane_share),
+    "lane_window": Key("lane_window", readers.read_count),
+    "lane_ratio": Key("lane_ratio", readers.read_lane_ratio),
+    "lane_dwell": Key("lane_dwell_s", _DURATION),
+    "lane_freeze": Key("lane_freeze_s", _DURATION),
 }
 _PIN_KEYS = {
     "expert": Key("expert", readers.read_expert),
@@ -116,6 +122,8 @@ def parse_cluster(
     _check_nodes(page, cluster, nodes)
     _check_links(page, nodes, links)
     _check_pins(page, nodes, pins)
+    if routing.get("lanes") and not cluster.get("sub_experts"):
+        page.fault(("routing", "lanes"), "lanes are of tiers, so they need sub_experts = true in [cluster]")
     if page.faults:
         raise ClusterFileError(source, page.faults)
 

@@ -185,6 +185,20 @@ def read_tau(value: object) -> float:
     return float(value)
 
 
+def read_lane_share(value: object) -> float:
+    """A share of the homes, neither none nor all."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise ValueError(f"expected a number between 0 and 1, as in 0.5, found {_kind(value)}")
+    return float(value)
+
+
+def read_lane_ratio(value: object) -> float:
+    """A ratio of two loads that differ."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 < value <= 100:
+        raise ValueError(f"expected a number above 1, at most 100, as in 1.25, found {_kind(value)}")
+    return float(value)
+
+
 def read_memory_ratio(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"expected a number from 1.0 on, found {_kind(value)}")

@@ -224,7 +224,7 @@ def batch(
 
 def _elasticity(cluster: Cluster) -> "Elasticity | None":
     """How far the model of a cluster can be cut down; None if its experts are whole."""
-    from edge_runtime.elastic.tiers import Elasticity
+    from edge_runtime.elastic.sub_experts import read_elasticity
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.selector.learned import find_artifact
 
@@ -233,9 +233,7 @@ def _elasticity(cluster: Cluster) -> "Elasticity | None":
     checkpoint = Checkpoint.open(cluster.model)
     artifact = find_artifact(cluster, checkpoint.model_hash)
     gates = [layer.gate for layer in checkpoint.spec.layers if layer.gate is not None]
-    if artifact is None or not gates:
-        return None
-    return Elasticity(int(artifact.meta("partition")["num_parts"]), gates[0].top_k)
+    return read_elasticity(artifact, gates[0].top_k if gates else 0)
 
 
 def _say_trace(result: dict[str, Any]) -> None:

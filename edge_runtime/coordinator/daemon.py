@@ -208,6 +208,7 @@ class CoordinatorDaemon:
         now = self._clock.now()
         self._tick_at_s = now + TICK_S
         self._apply(states.Tick())
+        self._routes.follow_lanes(self._loads(), now)
         self._find_homes()
         self._refit(now)
         for client in self._outbox.flush():
@@ -393,7 +394,8 @@ class CoordinatorDaemon:
             submit = msgspec.structs.replace(submit, sampling={**submit.sampling, "seed": seed})
         worker = "" if refused or not self._routes.separates else self._choose_worker(submit)
         phase: Phase = "prefill" if worker else "decode"
-        home = "" if refused else worker or self._choose_home() or ""
+        tier = self._routes.tier_of(submit)
+        home = "" if refused else worker or self._choose_home(tier=tier) or ""
         if refused is None and not home:
             detail = f"no node can answer now: waiting for {self._state.waiting_for()}"
             gone = [record.name for record in self._state.nodes.values() if record.phase in ("lost", "left")]
@@ -406,7 +408,7 @@ class CoordinatorDaemon:
             return
         self._streams.open(submit, peer, home, phase)
         if phase == "decode":
-            self._routes.sent(home, (), self._placement.plan_of(home).kv_blocks)
+            self._routes.sent(home, (), self._placement.plan_of(home).kv_blocks, tier)
         if not self._outbox.send(peer, Accepted(request_id, home), call_id):
             self._client_gone(peer)
 
@@ -513,8 +515,8 @@ class CoordinatorDaemon:
         key = self._keys.of_peer(name).decode() if self._keys else ""
         return PeerAddress(name, find_node(self._cluster, name).address, key)
 
-    def _choose_home(self, but: str = "", stream: Stream | None = None) -> str | None:
-        """The first node of a decode group whose nodes all serve; `but` is in none, nor who leaves if it can be helped."""
+    def _loads(self, but: str = "") -> list[HomeLoad]:
+        """The first nodes of the decode groups whose nodes all serve; `but` is in none, nor who leaves if it can be helped."""
         alive, leaving = set(self._state.alive), self._epochs.leaving
         whole = [
             group.nodes
@@ -522,15 +524,23 @@ class CoordinatorDaemon:
             if alive.issuperset(group.nodes) and but not in group.nodes
         ]
         staying = [nodes for nodes in whole if leaving.isdisjoint(nodes)]
-        loads = [
+        return [
             HomeLoad(home, self._streams.in_flight(home, "decode"), self._cluster.max_requests)
             for home, *_ in staying or whole
         ]
+
+    def _choose_home(self, but: str = "", stream: Stream | None = None, tier: int = 0) -> str | None:
+        """The home that a request goes to, or goes on at."""
+        loads = self._loads(but)
         if stream is None or stream.prefilled is None:
-            return self._routes.choose_home(loads)
+            return self._routes.choose_home(loads, tier=tier)
         source = stream.prefilled.source.name
         return self._routes.choose_home(
-            loads, stream.signature, source=source if source in alive else "", hashes=stream.hashes
+            loads,
+            stream.signature,
+            source=source if source in self._state.alive else "",
+            hashes=stream.hashes,
+            tier=tier,
         )
 
     def _find_homes(self, but: str = "") -> None:
@@ -551,7 +561,8 @@ class CoordinatorDaemon:
                     log.info("request %s: its prompt is computed at %s", request_id, worker)
                     self._streams.move(request_id, worker, "prefill")
                     continue
-            home = self._choose_home(but, stream) if stream.moves <= MAX_MOVES else None
+            tier = self._routes.tier_of(stream.submit)
+            home = self._choose_home(but, stream, tier) if stream.moves <= MAX_MOVES else None
             if home is not None:
                 resumed = msgspec.structs.replace(stream.submit, output_ids=list(stream.token_ids))
                 if self._send_to(home, resumed, handoff=self._handoff_of(stream)) is None:
@@ -559,7 +570,7 @@ class CoordinatorDaemon:
                         "request %s goes on at %s after %d tokens", request_id, home, len(stream.token_ids)
                     )
                     self._streams.move(request_id, home)
-                    self._routes.sent(home, stream.hashes, self._placement.plan_of(home).kv_blocks)
+                    self._routes.sent(home, stream.hashes, self._placement.plan_of(home).kv_blocks, tier)
                     accepted = Accepted(request_id, home)
                     if stream.lost is None and not self._outbox.send(stream.client, accepted):
                         self._client_gone(stream.client)

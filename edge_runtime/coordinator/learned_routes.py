@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from edge_runtime.coordinator.routes import Routes
+from edge_runtime.elastic.sub_experts import read_elasticity
 from edge_runtime.routing.fit import SECTION, SignatureFit, read_fit
 from edge_runtime.selector.learned import find_artifact, read_traits
 from topology.cluster import Cluster
@@ -33,4 +34,5 @@ def find_learned(cluster: Cluster, footprint: ModelFootprint, model_hash: str, *
             decode_counts=counts.numpy() if counts is not None else None,
         )
     traits = read_traits(artifact) if artifact is not None else None
-    return Learned(traits, Routes(cluster, footprint, fit, seed=seed))
+    elasticity = read_elasticity(artifact, footprint.top_k) if cluster.sub_experts else None
+    return Learned(traits, Routes(cluster, footprint, fit, seed=seed, elasticity=elasticity))

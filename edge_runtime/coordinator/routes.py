@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from edge_runtime.elastic.tiers import FULL, Elasticity, tier_asked
 from edge_runtime.errors import ArtifactError
 from edge_runtime.protocol import Submit
 from edge_runtime.routing.base import HomeLoad, Question, Router
@@ -23,10 +24,12 @@ from edge_runtime.routing.baselines import (
 )
 from edge_runtime.routing.clusters import Clusters
 from edge_runtime.routing.fit import SignatureFit, band_for
+from edge_runtime.routing.lane_book import LaneBook
+from edge_runtime.routing.lanes import LaneSettings
 from edge_runtime.routing.locality_band import BandRule, LocalityBand
 from edge_runtime.routing.online import SignatureWindow, follow
 from edge_runtime.routing.prefill_ring import HASHED_BYTES, PrefillRing
-from topology.cluster import DECODE, Cluster
+from topology.cluster import DECODE, Cluster, Routing
 from topology.costs import ModelFootprint
 from topology.placement import Placement
 from topology.traits import ExpertTraits, Traffic, shares
@@ -41,9 +44,18 @@ class Routes:
     """
 
     def __init__(
-        self, cluster: Cluster, footprint: ModelFootprint, fit: SignatureFit | None, *, seed: int
+        self,
+        cluster: Cluster,
+        footprint: ModelFootprint,
+        fit: SignatureFit | None,
+        *,
+        seed: int,
+        elasticity: Elasticity | None = None,
     ) -> None:
+        """elasticity: of the model, where its experts are split; without it there are no lanes."""
         self._footprint = footprint
+        self._elasticity = elasticity
+        self._lanes: LaneBook | None = None
         self._fit = fit
         self._seed = seed
         self._clusters: dict[int, Clusters] = {}  # by number of homes
@@ -65,6 +77,11 @@ class Routes:
         self._cluster = cluster
         self.homes = homes
         self._router: Router = self._baseline()
+        settings = lane_settings(cluster.routing, self._elasticity)
+        if settings is None:
+            self._lanes = None
+        elif self._lanes is None or self._lanes.settings != settings:
+            self._lanes = LaneBook(settings)
         if self.policy == ELDR:
             assert self._fit is not None, "policy_of refuses eldr without a fit"
             routing = cluster.routing
@@ -98,6 +115,15 @@ class Routes:
                 self._band = self._router = found
 
         return refit
+
+    def follow_lanes(self, loads: Sequence[HomeLoad], now: float) -> None:
+        """These homes serve now, so busy."""
+        if self._lanes is not None:
+            self._lanes.follow(loads, now)
+
+    def tier_of(self, submit: Submit) -> int:
+        """How many sub-experts a request asks for, as far as that matters here; 0 for all."""
+        return FULL if self._lanes is None else tier_asked(self._elasticity, submit.sampling)
 
     def refuse(self, cluster: Cluster) -> None:
         """Raise ArtifactError if `follow` could not follow this file."""
@@ -178,10 +204,17 @@ class Routes:
         *,
         source: str = "",
         hashes: Sequence[bytes] = (),
+        tier: int = FULL,
     ) -> str | None:
-        """Who answers a request. source, hashes: where the blocks of its prompt are, if they are computed."""
+        """Who answers a request: of its tier's lane, of the band of its signature, the home with the least pressure.
+
+        source, hashes  where the blocks of its prompt are, if they are computed
+        tier            sub-experts that it asks for, 0 for all
+        """
         if not loads:
             return None
+        if self._lanes is not None:
+            loads = self._lanes.allowed(tier, loads)
         if source:
             loads = [load._replace(transfer_s=self.transfer_s(source, load.node, hashes)) for load in loads]
         return loads[self._router.choose(Question(signature), loads)].node
@@ -195,8 +228,10 @@ class Routes:
         bits = missing * 8 * _block_bytes(self._footprint)
         return (link.rtt_s + bits / link.bandwidth_bps) if missing else 0.0
 
-    def sent(self, home: str, hashes: Sequence[bytes], most_blocks: int) -> None:
+    def sent(self, home: str, hashes: Sequence[bytes], most_blocks: int, tier: int = FULL) -> None:
         """A request with these blocks went there; a home of `most_blocks` blocks has no more than that."""
+        if self._lanes is not None:
+            self._lanes.sent(tier, home)
         self.num_sent[home] = self.num_sent.get(home, 0) + 1
         self.num_prompt_blocks[home] = self.num_prompt_blocks.get(home, 0) + len(hashes)
         self.num_hit_blocks[home] = self.num_hit_blocks.get(home, 0) + self._hits(home, hashes)
@@ -236,6 +271,8 @@ class Routes:
                 "centroids": len(self._band.centroids),
                 "dim": int(self._band.centroids.shape[1]),
             }
+        if self._lanes is not None:
+            found["lanes"] = self._lanes.body()
         found["homes"] = {
             home: {
                 "centroid": self._band.home_of.index(home)
@@ -261,6 +298,20 @@ def policy_of(cluster: Cluster, fit: SignatureFit | None) -> str:
             f'and model {cluster.model} has none; run "edge-runtime calibrate", or write policy = "pressure"'
         )
     return wanted
+
+
+def lane_settings(routing: Routing, elasticity: Elasticity | None) -> LaneSettings | None:
+    """The lanes that a file wants; None where it wants none, or experts are whole."""
+    if not routing.lanes or elasticity is None:
+        return None
+    return LaneSettings(
+        elasticity.full_tier,
+        low_share=routing.lane_share,
+        window=routing.lane_window,
+        ratio=routing.lane_ratio,
+        dwell_s=routing.lane_dwell_s,
+        freeze_s=routing.lane_freeze_s,
+    )
 
 
 def homes_of(cluster: Cluster) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime.artifacts import Artifact
+from edge_runtime.elastic.tiers import Elasticity
 from edge_runtime.errors import ArtifactError
 from edge_runtime.model.spec import ModelSpec
 
@@ -43,6 +44,13 @@ class SubExperts(NamedTuple):
     """Equal where neurons lie alike: nodes that differ in it must not work together."""
     sensitivity: Mapping[int, float] = MappingProxyType({})
     """By layer, what a token loses when all of the layer's gate weight is missing; empty if it was not measured."""
+
+
+def read_elasticity(artifact: Artifact | None, top_k: int) -> Elasticity | None:
+    """How far a model of `top_k` experts per token can be cut down; None if its experts were never split."""
+    if artifact is None or not top_k or not artifact.has("partition"):
+        return None
+    return Elasticity(int(artifact.meta("partition")["num_parts"]), top_k)
 
 
 def read_sub_experts(artifact: Artifact, spec: ModelSpec) -> SubExperts | None:

@@ -5,6 +5,7 @@ that are not split: rows of tier 0 take the plain path.
 """
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -76,6 +77,21 @@ def tier_of(
     else:
         tier = math.ceil(SERVICE_LEVELS[str(service)] * full)
     return FULL if tier == full else tier
+
+
+class _Asked(msgspec.Struct):
+    k: float | None = None
+    sub_experts: int | None = None
+    service: str | None = None
+
+
+def tier_asked(elasticity: Elasticity | None, sampling: Mapping[str, object]) -> int:
+    """The tier of a request that nobody has checked yet. What is no tier counts as the full one: its home will refuse it."""
+    try:
+        asked = msgspec.convert({name: sampling.get(name) for name in _Asked.__struct_fields__}, _Asked)
+        return tier_of(elasticity, k=asked.k, sub_experts=asked.sub_experts, service=asked.service)
+    except (msgspec.ValidationError, RequestError):
+        return FULL
 
 
 def over_serving(asked: list[int], ran: list[int]) -> float:

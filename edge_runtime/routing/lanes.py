@@ -2,10 +2,11 @@
 
 Tiers below the border go to the low lane, those above to the high one, and those in a window around it to either. The
 border follows the load: it moves one tier when one lane has been heavier for a while, and then stays for a while. Inside
-what a lane allows, other rules (band, pressure) choose.
+what a lane allows, other rules (band, pressure) choose. MoE-Prism's online scheduler; it names no constants.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -13,12 +14,20 @@ RATIO = 1.25  # pressure per home of one lane by the other's, from which they co
 DWELL_S = 2.0  # for so long without a break
 FREEZE_S = 5.0  # then the border stays where it is
 
+Lane = Literal["low", "high", "either"]
+
 
 class LaneSettings(msgspec.Struct, frozen=True):
-    """What does not change."""
+    """What does not change.
+
+    full_tier  N * k0; a request without a tier counts as this
+    low_share  share of the homes that the low lane has, as near as whole homes come to it
+    window     tiers on each side of the border that may use either lane; 0: an eighth of the full one
+    """
 
     full_tier: int
-    """N * k0; a request without a tier counts as this."""
+    low_share: float = 0.5
+    window: int = 0
     ratio: float = RATIO
     dwell_s: float = DWELL_S
     freeze_s: float = FREEZE_S
@@ -26,7 +35,7 @@ class LaneSettings(msgspec.Struct, frozen=True):
     @property
     def half_window(self) -> int:
         """Tiers on each side of the border that may use either lane."""
-        return max(1, self.full_tier // 8)
+        return self.window or max(1, self.full_tier // 8)
 
 
 class Lanes(msgspec.Struct, frozen=True):
@@ -35,6 +44,7 @@ class Lanes(msgspec.Struct, frozen=True):
     border     tiers up to here are low
     low, high  names of the homes, none of both empty
     heavier    lane that is heavier since `since_s`, empty if none is; frozen_until_s: no move before
+    moves      how often the border has moved
     """
 
     border: int
@@ -43,42 +53,78 @@ class Lanes(msgspec.Struct, frozen=True):
     heavier: str = ""
     since_s: float = 0.0
     frozen_until_s: float = 0.0
+    moves: int = 0
 
 
-def split_homes(homes: Sequence[str], low_share: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The first homes for the low lane, as many as its share of the work, at least one for each lane."""
-    num_low = min(max(1, round(len(homes) * low_share)), len(homes) - 1)
-    return tuple(homes[:num_low]), tuple(homes[num_low:])
+class Eligible(NamedTuple):
+    """Homes that a request may go to. lane: what its tier means; crosses: they are the other lane's."""
+
+    homes: tuple[str, ...]
+    lane: Lane
+    crosses: bool
 
 
-def new_lanes(homes: Sequence[str], settings: LaneSettings, low_share: float = 0.5) -> Lanes | None:
-    """Lanes over these homes with the border in the middle; None where there are not two."""
+def new_lanes(homes: Sequence[str], settings: LaneSettings) -> Lanes | None:
+    """Lanes over these homes with the border in the middle, the first homes low; None where there are not two."""
     if len(homes) < 2:
         return None
-    low, high = split_homes(homes, low_share)
-    return Lanes(settings.full_tier // 2, low, high)
+    num_low = _num_low(len(homes), settings)
+    return Lanes(settings.full_tier // 2, tuple(homes[:num_low]), tuple(homes[num_low:]))
 
 
-def eligible(
-    lanes: Lanes, settings: LaneSettings, tier: int, free: Mapping[str, bool]
-) -> tuple[tuple[str, ...], bool]:
-    """The homes that a request of a tier may go to, and whether it crosses the border for want of a free slot.
+def settled(lanes: Lanes | None, homes: Sequence[str], settings: LaneSettings) -> Lanes | None:
+    """The lanes over the homes that serve now: whoever stays keeps its lane, as far as each lane gets its share.
+
+    A lane that lost a home is filled with homes that are new, then with the other lane's last ones. None where there are
+    not two homes; the border begins anew when there are again.
+    """
+    if lanes is None or len(homes) < 2:
+        return new_lanes(homes, settings)
+    num_low = _num_low(len(homes), settings)
+    low = [name for name in lanes.low if name in homes]
+    high = [name for name in lanes.high if name in homes]
+    fresh = [name for name in homes if name not in low and name not in high]
+    while len(low) < num_low:
+        low.append(fresh.pop(0) if fresh else high.pop())
+    high += fresh
+    while len(low) > num_low:
+        high.append(low.pop())
+    if (tuple(low), tuple(high)) == (lanes.low, lanes.high):
+        return lanes
+    return msgspec.structs.replace(lanes, low=tuple(low), high=tuple(high), heavier="")
+
+
+def _num_low(num_homes: int, settings: LaneSettings) -> int:
+    """Homes of the low lane: at least one, and one is left for the high one."""
+    return min(max(1, round(num_homes * settings.low_share)), num_homes - 1)
+
+
+def lane_of(lanes: Lanes, settings: LaneSettings, tier: int) -> Lane:
+    """The lane of a tier, 0 for the full one."""
+    tier = tier or settings.full_tier
+    if abs(tier - lanes.border) <= settings.half_window:
+        return "either"
+    return "low" if tier <= lanes.border else "high"
+
+
+def eligible(lanes: Lanes, settings: LaneSettings, tier: int, free: Mapping[str, bool]) -> Eligible:
+    """The homes that a request of a tier may go to.
 
     tier  0 for the full one
     free  by home, whether a slot is free there; only homes in it serve now
     """
-    tier = tier or settings.full_tier
+    lane = lane_of(lanes, settings, tier)
     here = tuple(name for name in (*lanes.low, *lanes.high) if name in free)
-    if abs(tier - lanes.border) <= settings.half_window:
-        return here, False
-    own = lanes.low if tier <= lanes.border else lanes.high
+    if lane == "either":
+        return Eligible(here, lane, False)
+    own = lanes.low if lane == "low" else lanes.high
     mine = tuple(name for name in own if name in free)
     others = tuple(name for name in here if name not in mine)
     if not mine:
-        return others, bool(others)
+        return Eligible(others, lane, bool(others))
     if not any(free[name] for name in mine) and any(free[name] for name in others):
-        return tuple(name for name in others if free[name]), True
-    return mine, False
+        return Eligible(tuple(name for name in others if free[name]), lane, True)
+    return Eligible(mine, lane, False)
 
 
 def adapt(lanes: Lanes, settings: LaneSettings, pressure: Mapping[str, float], now: float) -> Lanes:
@@ -98,7 +144,12 @@ def adapt(lanes: Lanes, settings: LaneSettings, pressure: Mapping[str, float], n
     # A heavier low lane gives tiers away; neither lane is left without any.
     border = min(max(lanes.border + (-1 if heavier == "low" else 1), 1), settings.full_tier - 1)
     return msgspec.structs.replace(
-        lanes, border=border, heavier="", since_s=now, frozen_until_s=now + settings.freeze_s
+        lanes,
+        border=border,
+        heavier="",
+        since_s=now,
+        frozen_until_s=now + settings.freeze_s,
+        moves=lanes.moves + (border != lanes.border),
     )
 
 

@@ -570,6 +570,11 @@ def test_routing_has_its_defaults_and_can_be_told_otherwise():
         False,
     )
     assert str(routing) == "eldr, tau 0.2, min_candidates 2, count_transfer False"
+    text = changed('name = "home"', 'name = "home"\nsub_experts = true')
+    text += '\n[routing]\nlanes = true\nlane_share = 0.3\nlane_window = 3\nlane_dwell = "500 ms"\n'
+    routing = parse_cluster(text).routing
+    assert (routing.lanes, routing.lane_share, routing.lane_window) == (True, 0.3, 3)
+    assert (routing.lane_dwell_s, routing.lane_freeze_s, routing.lane_ratio) == (0.5, 5.0, 1.25)
 
 
 @pytest.mark.parametrize(
@@ -581,6 +586,11 @@ def test_routing_has_its_defaults_and_can_be_told_otherwise():
         ("min_candidates = 0", "from 1"),
         ('count_speed = "yes"', "expected true or false"),
         ("policies = 1", "unknown key"),
+        ("lanes = true", "lanes are of tiers, so they need sub_experts = true in [cluster]"),
+        ("lane_share = 1.0", "between 0 and 1"),
+        ("lane_ratio = 1", "above 1"),
+        ("lane_window = 0", "from 1"),
+        ("lane_dwell = 2", "with its unit"),
     ],
 )
 def test_routing_that_cannot_be_is_refused_with_its_line(line, told):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from edge_runtime.coordinator.routes import Routes, counts_wanted, first_bytes, homes_of, policy_of
+from edge_runtime.elastic.tiers import Elasticity
 from edge_runtime.errors import ArtifactError
 from edge_runtime.protocol import Submit
 from edge_runtime.routing.base import HomeLoad
@@ -213,3 +214,48 @@ def test_requests_that_are_all_alike_change_no_clusters():
     before = routes.body()
     routes.refit_due(6.0)()
     assert routes.body() == before
+
+
+HALVES = Elasticity(num_parts=4, top_k=4)
+
+
+def test_a_request_goes_to_its_tiers_lane_and_in_it_where_its_like_are():
+    wanted = separated("eldr", lanes=True)
+    wanted = replace(wanted, nodes=(*wanted.nodes, *replace_names(wanted.nodes[1:], "c", "d")))
+    routes = Routes(wanted, PARTS, fit(4), seed=1, elasticity=HALVES)
+    four = [HomeLoad(name, 0, 8) for name in "abcd"]
+    routes.follow_lanes(four, 0.0)
+    counts = [np.array([row] * 2, dtype=np.int16) for row in ([9, 9, 0, 0], [0, 0, 9, 9])]
+    signatures = [routes.signature(each, 0.0) for each in counts]
+    for signature in signatures:
+        assert routes.choose_home(four, signature, tier=4) in "ab"
+        assert routes.choose_home(four, signature, tier=0) in "cd"
+        best = routes.choose_home(four, signature, tier=8)
+        lane = 4 if best in "ab" else 0
+        assert routes.choose_home(four, signature, tier=lane) == best, "the nearest home, if its lane has it"
+    full = [load._replace(in_flight=8) if load.node in "ab" else load for load in four]
+    assert routes.choose_home(full, signatures[0], tier=4) in "cd"
+
+
+def replace_names(nodes, *names):
+    return tuple(
+        replace(node, name=name, address=f"127.0.0.1:{5700 + place}")
+        for place, (node, name) in enumerate(zip(nodes, names, strict=True))
+    )
+
+
+def test_lanes_follow_the_file_and_need_experts_that_are_split():
+    plain = separated("pressure")
+    wanted = separated("pressure", lanes=True)
+    routes = Routes(plain, PARTS, None, seed=1, elasticity=HALVES)
+    asked = Submit("r", prompt="x", sampling={"k": 1})
+    assert "lanes" not in routes.body() and routes.tier_of(asked) == 0
+    routes.follow(wanted, None)
+    routes.follow_lanes(loads(0, 0), 0.0)
+    assert routes.tier_of(asked) == 4 and routes.choose_home(loads(1, 0), tier=4) == "a"
+    routes.sent("a", (), 8, 4)
+    routes.follow(wanted, None)
+    assert routes.body()["lanes"]["requests"]["low"] == 1, "another placement is no reason to count anew"
+    routes.follow(plain, None)
+    assert "lanes" not in routes.body() and routes.choose_home(loads(1, 0), tier=4) == "b"
+    assert "lanes" not in Routes(wanted, PARTS, None, seed=1).body()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_runtime.elastic.tiers import FULL, Elasticity, over_serving, split_tier, tier_of
+from edge_runtime.elastic.tiers import FULL, Elasticity, over_serving, split_tier, tier_asked, tier_of
 from edge_runtime.errors import RequestError
 
 DEMO = Elasticity(num_parts=4, top_k=4)
@@ -58,6 +58,25 @@ def test_a_model_whose_experts_are_whole_serves_the_full_tier_alone():
     assert tier_of(None) == tier_of(None, service="full") == FULL
     with pytest.raises(RequestError, match="k needs experts that are split.*calibrate prism"):
         tier_of(None, k=2.0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tier"),
+    [
+        ({"k": 2.25, "temperature": 0.5}, 9),
+        ({"service": "economy"}, 4),
+        ({}, FULL),
+        ({"k": 99}, FULL),
+        ({"k": "2"}, FULL),
+        ({"k": 10**400}, FULL),
+        ({"sub_experts": [9]}, FULL),
+        ({"service": {}}, FULL),
+        ({"k": 1, "service": "economy"}, FULL),
+    ],
+)
+def test_what_nobody_has_checked_is_a_tier_or_the_full_one(sampling, tier):
+    assert tier_asked(DEMO, sampling) == tier
+    assert tier_asked(None, sampling) == FULL
 
 
 def test_over_serving_counts_what_ran_beyond_the_request():
