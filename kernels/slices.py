@@ -52,6 +52,13 @@ def sliced_experts(
     expert_out: Tensor,
 ) -> bool:
     """`ops.experts` with only the slices of masks [T, K]. Returns whether `hidden` is finite afterwards."""
+    backend = bank.backend
+    if backend is not None and hasattr(backend, "sliced_experts"):
+        finite = backend.sliced_experts(
+            x, expert_ids, gate_weights, masks, num_parts, bank.handle, hidden, expert_out
+        )
+        if finite is not None:
+            return bool(finite)
     T, K = expert_ids.shape
     rows, slots = slot_rows(T, K)
     sliced_ffn(x, rows, expert_ids.view(-1), masks.view(-1), num_parts, bank, out=expert_out)
@@ -108,6 +115,30 @@ def choose_slices(
         )
         _did(done, "choose_slices")
     return masks, dropped
+
+
+def choose_by_neurons(
+    x: Tensor,
+    expert_ids: Tensor,
+    gate_weights: Tensor,
+    neurons: ExpertBank,
+    slopes: Tensor,
+    offsets: Tensor,
+    tiers: Tensor,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`choose_slices` by what the gate neurons [E] of N * r give for rows x [T, D]: `expert_inner` and it as one."""
+    T, k0 = expert_ids.shape
+    masks, dropped = (torch.empty(T, k0, dtype=torch.int32), torch.empty(T)) if out is None else out
+    backend = neurons.backend
+    if T and backend is not None and hasattr(backend, "choose_by_neurons"):
+        rest = slopes, offsets, tiers, masks, dropped
+        if backend.choose_by_neurons(x, expert_ids, gate_weights, neurons.handle, *rest):
+            return masks, dropped
+    rows, _ = slot_rows(T, k0)
+    activations = expert_inner(x, rows, expert_ids.reshape(-1), neurons)
+    return choose_slices(activations, expert_ids, gate_weights, slopes, offsets, tiers, out=(masks, dropped))
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

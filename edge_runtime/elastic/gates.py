@@ -78,11 +78,9 @@ class ProxyGates:
         found, wanted = self._layers.get(layer), self._wanted(tiers)
         if found is None or wanted is None:
             return None
-        T, k0 = expert_ids.shape
-        rows, _ = slices.slot_rows(T, k0)
-        activations = slices.expert_inner(x, rows, expert_ids.reshape(-1), found.neurons)
-        masks, dropped = slices.choose_slices(
-            activations, expert_ids, gate_weights, found.parts.slopes, found.parts.offsets, wanted
+        parts = found.parts
+        masks, dropped = slices.choose_by_neurons(
+            x, expert_ids, gate_weights, found.neurons, parts.slopes, parts.offsets, wanted
         )
         return SlicedRows(Slices(masks, self.elasticity.num_parts), dropped)
 

@@ -85,9 +85,11 @@ AttentionSegment = _native.AttentionSegment
 attention_segment = _native.attention_segment
 
 swap_search = _native.swap_search  # for kernels.swap_search
-sliced_ffn = _native.sliced_ffn  # these three for kernels.slices
+sliced_ffn = _native.sliced_ffn  # these five for kernels.slices
+sliced_experts = _native.sliced_experts
 expert_inner = _native.expert_inner
 choose_slices = _native.choose_slices
+choose_by_neurons = _native.choose_by_neurons
 
 set_num_threads = _native.set_num_threads
 num_threads = _native.num_threads

@@ -118,6 +118,43 @@ def test_the_compiled_choice_is_the_plain_one(seed, T, k0, N):
     assert torch.equal(counts, tiers.clamp(max=k0 * N))
 
 
+@pytest.mark.parametrize("format", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize(
+    "T, k0, E, D, N, r", [(1, 1, 1, 8, 2, 1), (5, 3, 6, 33, 4, 4), (16, 4, 9, 64, 4, 3), (20, 4, 9, 64, 3, 7)]
+)
+def test_one_call_chooses_as_gate_neurons_and_choice_do(
+    backend, random, make_bank, T, k0, E, D, N, r, format
+):
+    neurons, _ = make_bank(E, D, N * r, torch.float32, format=format)
+    x, ids = random(T, D), torch.stack([torch.randperm(E)[:k0] for _ in range(T)]).int()
+    weights, slopes, offsets = random(T, k0).abs(), random(E, N).abs(), random(E, N).abs()
+    tiers = 1 + random.integers(k0 * N, (T,))
+    rows, _ = slices.slot_rows(T, k0)
+    inner = slices.expert_inner(x, rows, ids.reshape(-1), neurons)
+    expected = slices.choose_slices(inner, ids, weights, slopes, offsets, tiers)
+    found = slices.choose_by_neurons(x, ids, weights, neurons, slopes, offsets, tiers)
+    assert all(map(torch.equal, found, expected))
+    if T > 1:
+        alone = slices.choose_by_neurons(x[1:2], ids[1:2], weights[1:2], neurons, slopes, offsets, tiers[1:2])
+        assert torch.equal(alone[0], found[0][1:2]) and torch.equal(alone[1], found[1][1:2])
+
+
+@pytest.mark.parametrize("T, k0, E, D, F", [(1, 2, 2, 16, 24), (7, 4, 9, 48, 96), (40, 4, 9, 40, 2080)])
+def test_one_call_runs_slices_and_adds_them_up(backend, random, make_bank, T, k0, E, D, F):
+    bank, _ = make_bank(E, D, F, torch.bfloat16)
+    x, ids = random(T, D), torch.stack([torch.randperm(E)[:k0] for _ in range(T)]).int()
+    weights, masks = random(T, k0), random.integers(16, (T, k0))
+    rows, slots = slices.slot_rows(T, k0)
+    expected, hidden = random(T, D), torch.empty(T, D)
+    hidden.copy_(expected)
+    ops.combine(slices.sliced_ffn(x, rows, ids.view(-1), masks.view(-1), 4, bank), slots, weights, expected)
+    out = torch.empty(T * k0, D)
+    assert slices.sliced_experts(x, ids, weights, masks, 4, bank, hidden, expert_out=out)
+    assert torch.equal(hidden, expected)
+    hidden[0, 0] = torch.inf
+    assert not slices.sliced_experts(x, ids, weights, masks, 4, bank, hidden, expert_out=out)
+
+
 def test_what_does_not_fit_is_named(backend, random, make_bank):
     bank, _ = make_bank(2, 16, 24)
     x, one = random(1, 16), torch.zeros(1, dtype=torch.int32)
@@ -129,3 +166,11 @@ def test_what_does_not_fit_is_named(backend, random, make_bank):
         slices.sliced_ffn(x, one, one, one + 16, 4, bank)
     with pytest.raises(IndexError, match="none is resident"):
         slices.sliced_ffn(x, one, one, one, 4, ops.ExpertBank(2, 16, 24))
+    ids, weights, table = one[None], torch.ones(1, 1), torch.ones(2, 4)
+    with pytest.raises(ValueError, match=r"tiers: found \[1\] int64"):
+        slices.choose_by_neurons(x, ids, weights, bank, table, table, one.long())
+    with pytest.raises(IndexError, match="none is resident"):
+        slices.choose_by_neurons(x, ids, weights, ops.ExpertBank(2, 16, 24), table, table, one)
+    with pytest.raises(ValueError, match=r"masks: found \[1\] int64"):
+        out = torch.empty(1, 16)
+        slices.sliced_experts(x, ids, weights, ids.long(), 4, bank, random(1, 16), expert_out=out)

@@ -3,7 +3,6 @@
 #include <pybind11/numpy.h>
 
 #include "call.h"
-#include "slices.h"
 #include "steps.h"
 
 namespace edge {
@@ -68,83 +67,10 @@ inline py::object call_experts(py::handle x_, py::handle expert_ids_, py::handle
     bool is_finite;
     {
         py::gil_scoped_release release;
-        static thread_local std::vector<int32_t> rows, slots;
-        rows.resize(R);
-        slots.resize(R);
-        for (int64_t i = 0; i < R; ++i) {
-            rows[i] = static_cast<int32_t>(i / K);
-            slots[i] = static_cast<int32_t>(i);
-        }
-        float* out = expert_out.floats();
-        const int64_t stride = expert_out.strides[0];
-        run_experts(kernels(), *table, x.floats(), x.strides[0], rows.data(), expert_ids.ints(), R, out, stride);
-        kernels().combine(out, stride, slots.data(), weights.floats(), T, K, D, hidden.floats(), hidden.strides[0]);
-        is_finite = kernels().finite(hidden.floats(), hidden.strides[0], T, D);
+        is_finite = run_and_combine(kernels(), *table, x.floats(), x.strides[0], expert_ids.ints(), weights.floats(), T, K, D,
+                                    hidden.floats(), hidden.strides[0], expert_out.floats(), expert_out.strides[0]);
     }
     return py::bool_(is_finite);
-}
-
-inline bool call_sliced_ffn(py::handle x_, py::handle rows_, py::handle expert_ids_, py::handle masks_, int64_t parts,
-                     const Bank& bank, py::handle out_) {
-    Argument x, row, expert_id, mask, out;
-    if (!read(x_, x) || !read(rows_, row) || !read(expert_ids_, expert_id) || !read(masks_, mask) || !read(out_, out))
-        return false;
-    if (!row.is_dense(INT32, 1) || !expert_id.is_dense(INT32, 1) || !mask.is_dense(INT32, 1) || !x.is_rows(bank.D()) ||
-        !out.is_rows(bank.D()))
-        return false;
-    const int64_t R = row.shape[0];
-    if (expert_id.shape[0] != R || mask.shape[0] != R || out.shape[0] != R || parts < 1 || parts > 8) return false;
-    const auto table = bank.table();
-    check_resident(*table, expert_id.ints(), R);
-    check_range("rows", row.ints(), R, 0, x.shape[0]);
-    check_range("masks", mask.ints(), R, 0, int64_t(1) << parts);
-    for (int64_t i = 0; i < R; ++i)
-        if ((*table)[expert_id.ints()[i]]->view().down.num_inputs % parts) return false;
-    py::gil_scoped_release release;
-    run_experts(kernels(), *table, x.floats(), x.strides[0], row.ints(), expert_id.ints(), R, out.floats(), out.strides[0],
-                mask.ints(), parts);
-    return true;
-}
-
-inline bool call_expert_inner(py::handle x_, py::handle rows_, py::handle expert_ids_, const Bank& bank, py::handle out_) {
-    Argument x, row, expert_id, out;
-    if (!read(x_, x) || !read(rows_, row) || !read(expert_ids_, expert_id) || !read(out_, out)) return false;
-    if (!row.is_dense(INT32, 1) || !expert_id.is_dense(INT32, 1) || !x.is_rows(bank.D()) || out.ndim != 2 ||
-        !out.is_rows(out.shape[1]))
-        return false;
-    const int64_t R = row.shape[0];
-    if (expert_id.shape[0] != R || out.shape[0] != R) return false;
-    const auto table = bank.table();
-    check_resident(*table, expert_id.ints(), R);
-    check_range("rows", row.ints(), R, 0, x.shape[0]);
-    for (int64_t i = 0; i < R; ++i)
-        if ((*table)[expert_id.ints()[i]]->view().down.num_inputs != out.shape[1]) return false;
-    py::gil_scoped_release release;
-    kernels().expert_inner(sorted_call(*table, x.floats(), x.strides[0], row.ints(), expert_id.ints(), R, out.floats(),
-                                     out.strides[0], nullptr, 1));
-    return true;
-}
-
-inline bool call_choose_slices(py::handle activations_, py::handle expert_ids_, py::handle weights_, py::handle slopes_,
-                        py::handle offsets_, py::handle tiers_, py::handle masks_, py::handle dropped_) {
-    Argument activations, ids, weights, slopes, offsets, tiers, masks, dropped;
-    if (!read(activations_, activations) || !read(expert_ids_, ids) || !read(weights_, weights) ||
-        !read(slopes_, slopes) || !read(offsets_, offsets) || !read(tiers_, tiers) || !read(masks_, masks) ||
-        !read(dropped_, dropped) || !activations.is_dense(FLOAT32, 2) || !ids.is_dense(INT32, 2) ||
-        !weights.is_dense(FLOAT32, 2) || !slopes.is_dense(FLOAT32, 2) || !offsets.is_dense(FLOAT32, 2) ||
-        !tiers.is_dense(INT32, 1) || !masks.is_dense(INT32, 2) || !dropped.is_dense(FLOAT32, 1))
-        return false;
-    const int64_t T = ids.shape[0], K = ids.shape[1], E = slopes.shape[0], N = slopes.shape[1];
-    const int64_t columns = activations.shape[1];
-    if (N < 1 || N > 8 || columns % N || activations.shape[0] != T * K || weights.shape[0] != T || weights.shape[1] != K ||
-        offsets.shape[0] != E || offsets.shape[1] != N || tiers.shape[0] != T || masks.shape[0] != T ||
-        masks.shape[1] != K || dropped.shape[0] != T)
-        return false;
-    check_range("expert_ids", ids.ints(), T * K, 0, E);
-    py::gil_scoped_release release;
-    choose_slices({activations.floats(), columns / N, ids.ints(), weights.floats(), slopes.floats(), offsets.floats(), T, K,
-                   N, tiers.ints(), masks.ints(), dropped.floats()});
-    return true;
 }
 
 // Fills `buffer` (int32, room for 3 * T * K) with pairs [R], rows [U], pair_rows [R], one after another. Returns

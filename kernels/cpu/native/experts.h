@@ -19,21 +19,28 @@ inline V activate_lanes(V gate, V up, V alpha, V limit) {
     return mul(add(up, set1(1.0f)), glu);
 }
 
-// Columns [from, to) of a row of inner in place of the first part (gate, or up where there is no gate). Whole panels, so no
-// tail; the second part begins at `padded`.
+// Neurons [first, first + count) of an expert, whole panels: `to` from what gate and up gave. There is no gate with RELU.
 template <int KIND>
-inline void activate(const Expert& expert, float* row, int64_t padded, int64_t from, int64_t to) {
-    const float* bias = expert.inner_bias;
-    const float* up_row = row + (KIND == RELU ? 0 : padded);
-    const float* up_bias = bias + (KIND == RELU ? 0 : padded);
+inline void activate(const Expert& expert, const float* gates, const float* ups, int64_t first, int64_t count, float* to) {
+    const float* bias = expert.inner_bias ? expert.inner_bias + first : nullptr;
+    const float* up_bias = bias && KIND != RELU ? bias + expert.gate_up.num_outputs / 2 : bias;
     const V alpha = set1(expert.alpha), limit = set1(expert.limit);
-    for (int64_t f = from; f < to; f += 16) {
-        V gate = load(row + f), up = load(up_row + f);
+    for (int64_t f = 0; f < count; f += 16) {
+        V gate = load(gates + f), up = load(ups + f);
         if (bias) {
             gate = add(gate, load(bias + f));
             up = add(up, load(up_bias + f));
         }
-        store(row + f, activate_lanes<KIND>(gate, up, alpha, limit));
+        store(to + f, activate_lanes<KIND>(gate, up, alpha, limit));
+    }
+}
+
+void activate_span(const Expert& expert, const float* gates, const float* ups, int64_t first, int64_t count, float* to) {
+    switch (expert.activation) {
+        case SWIGLU: activate<SWIGLU>(expert, gates, ups, first, count, to); break;
+        case GEGLU_TANH: activate<GEGLU_TANH>(expert, gates, ups, first, count, to); break;
+        case CLAMPED_SWIGLU: activate<CLAMPED_SWIGLU>(expert, gates, ups, first, count, to); break;
+        case RELU: activate<RELU>(expert, gates, ups, first, count, to); break;
     }
 }
 
@@ -41,107 +48,16 @@ inline int64_t padded_width(const Expert& expert) {
     return expert.activation == RELU ? expert.gate_up.num_outputs : expert.gate_up.num_outputs / 2;
 }
 
-void activate_row(const Expert& expert, float* row, int64_t from, int64_t to) {
-    const int64_t padded = padded_width(expert);
-    switch (expert.activation) {
-        case SWIGLU: activate<SWIGLU>(expert, row, padded, from, to); break;
-        case GEGLU_TANH: activate<GEGLU_TANH>(expert, row, padded, from, to); break;
-        case CLAMPED_SWIGLU: activate<CLAMPED_SWIGLU>(expert, row, padded, from, to); break;
-        case RELU: activate<RELU>(expert, row, padded, from, to); break;
-    }
-}
-
+// Rows of inner, each [gate | up], with the neurons in place of gate.
 void activate_rows(const Expert& expert, float* inner, int64_t rows, int64_t wide) {
-    for (int64_t i = 0; i < rows; ++i) activate_row(expert, inner + i * wide, 0, padded_width(expert));
-}
-
-// Outputs [16 first, 16 end) of a weight: whole panels.
-inline Panels panel_range(const Panels& w, int64_t first, int64_t end) {
-    Panels view = w;
-    view.data += first * w.panel_bytes;
-    view.num_outputs = 16 * (end - first);
-    return view;
-}
-
-// Inputs that a view of a weight can begin and end at.
-inline int64_t input_step(int format) { return format == Q4 ? 2 * GROUP : format == MXFP4 ? 4 * GROUP : format == Q8 ? 4 : 2; }
-
-// Inputs [first, end) of a weight, both multiples of input_step or the end of them all.
-inline Panels input_range(const Panels& w, int64_t first, int64_t end) {
-    Panels view = w;
-    view.num_inputs = end - first;
-    switch (w.format) {
-        case F32: view.data += first * 64; break;
-        case Q8: view.skip += first * 16; break;
-        case Q4: view.data += first / (2 * GROUP) * (64 + 2 * GROUP_BYTES); break;
-        case MXFP4: view.data += first / (4 * GROUP) * (64 + 4 * GROUP_BYTES); break;
-        default: view.data += first * 32; break;
-    }
-    return view;
+    const int64_t padded = padded_width(expert), behind = expert.activation == RELU ? 0 : padded;
+    for (int64_t i = 0; i < rows; ++i)
+        activate_span(expert, inner + i * wide, inner + i * wide + behind, 0, padded, inner + i * wide);
 }
 
 constexpr int64_t MOST_ROWS = 48;  // of one expert at a time: gate_up of 48 rows stays in cache
 
-// Rows that want some slices of an expert: a slice's neurons for the rows that want it, and their sums with `down`.
-void sliced_rows(const Expert& expert, const ExpertCall& call, int64_t first, int64_t n) {
-    const int64_t wide = expert.gate_up.num_outputs, padded = padded_width(expert), F = expert.down.num_inputs;
-    const int64_t width = F / call.parts, step = input_step(expert.down.format), D = expert.down.num_outputs;
-    const int64_t spread = parts_of(width, step) * step + step;  // inputs that a slice may touch
-    float* inner = (float*)scratch(INNER, (size_t)(n * (wide + spread)) * sizeof(float));
-    float* aligned = inner + n * wide;
-    const int32_t* masks = call.masks + first;
-    const auto wanted = [&](int64_t s, int64_t i) { return (masks[i] >> s & 1) != 0; };
-    const float* xs[MOST_ROWS];
-    float *rows[MOST_ROWS], *ups[MOST_ROWS], *outs[MOST_ROWS];
-    for (int64_t i = 0; i < n; ++i)
-        __builtin_memset(call.out + call.out_rows[first + i] * call.out_stride, 0, (size_t)D * sizeof(float));
-    for (int64_t s = 0; s < call.parts; ++s) {
-        int64_t end = s + 1, m = 0;  // slices that the same rows want are one range of neurons
-        const auto alike = [&](int64_t other) {
-            for (int64_t i = 0; i < n; ++i)
-                if (wanted(s, i) != wanted(other, i)) return false;
-            return true;
-        };
-        while (end < call.parts && alike(end)) ++end;
-        const int64_t p0 = s * width / 16, p1 = parts_of(end * width, 16);
-        for (int64_t i = 0; i < n; ++i) {
-            if (!wanted(s, i)) continue;
-            xs[m] = call.x + call.rows[first + i] * call.x_stride;
-            rows[m] = inner + i * wide + 16 * p0;
-            ups[m] = rows[m] + padded;
-            outs[m++] = call.out + call.out_rows[first + i] * call.out_stride;
-        }
-        if (m > 0) {
-            rows_by_pointer(panel_range(expert.gate_up, p0, p1), xs, rows, m, false, nullptr);
-            if (expert.activation != RELU)
-                rows_by_pointer(panel_range(expert.gate_up, padded / 16 + p0, padded / 16 + p1), xs, ups, m, false, nullptr);
-            for (int64_t i = 0; i < m; ++i) {
-                rows[i] -= 16 * p0;
-                activate_row(expert, rows[i], 16 * p0, 16 * p1);
-            }
-            for (int64_t each = s; each < end; ++each) {
-                const int64_t a = each * width, b = a + width, from = a / step * step;
-                const int64_t to = at_most(parts_of(b, step) * step, F);
-                for (int64_t i = 0; i < m; ++i) {
-                    xs[i] = rows[i] + a;
-                    if (from == a && to == b) continue;
-                    float* whole = aligned + i * spread;  // neurons beside the slice count nothing
-                    __builtin_memset(whole, 0, (size_t)spread * sizeof(float));
-                    __builtin_memcpy(whole + (a - from), rows[i] + a, (size_t)width * sizeof(float));
-                    xs[i] = whole;
-                }
-                rows_by_pointer(input_range(expert.down, from, to), xs, outs, m, true, nullptr);
-            }
-        }
-        s = end - 1;
-    }
-    if (!expert.down_bias) return;
-    for (int64_t i = 0; i < n; ++i) {
-        float* out = call.out + call.out_rows[first + i] * call.out_stride;
-        const float share = (float)__builtin_popcount((unsigned)masks[i]) / (float)call.parts;
-        for (int64_t d = 0; d < D; ++d) out[d] = out[d] + expert.down_bias[d] * share;
-    }
-}
+#include "sliced.h"
 
 void expert_inner(const ExpertCall& call) {
     for (int64_t g = 0; g < call.groups; ++g) {

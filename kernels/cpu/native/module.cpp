@@ -11,6 +11,7 @@
 #include "call_gate.h"
 #include "call_rows.h"
 #include "call_segment.h"
+#include "call_slices.h"
 #include "call_swaps.h"
 
 namespace edge {
@@ -97,5 +98,7 @@ PYBIND11_MODULE(_native, m) {
     m.def("sliced_ffn", &call_sliced_ffn);
     m.def("expert_inner", &call_expert_inner);
     m.def("choose_slices", &call_choose_slices);
+    m.def("sliced_experts", &call_sliced_experts);
+    m.def("choose_by_neurons", &call_choose_by_neurons);
     m.def("fma_turns", [](int64_t turns) { return kernels().fma_turns(turns); });
 }

@@ -10,8 +10,8 @@
 namespace edge {
 
 struct SliceCall {
-    const float* activations;  // [T * K, N * r]
-    int64_t r;
+    const float* activations;  // [T * K, N * r], rows `stride` apart
+    int64_t r, stride;
     const int32_t* ids;        // [T, K]
     const float* weights;      // [T, K]
     const float *slopes, *offsets;  // [E, N]
@@ -32,7 +32,7 @@ inline void choose_slices(const SliceCall& call) {
         int32_t* mask = call.masks + t * K;
         for (int64_t i = 0; i < n; ++i) {
             const int64_t j = i / N, s = i % N, at = int64_t(call.ids[t * K + j]) * N + s;
-            const float* each = call.activations + (t * K + j) * N * call.r + s * call.r;
+            const float* each = call.activations + (t * K + j) * call.stride + s * call.r;
             float sum = 0.0f;
             for (int64_t c = 0; c < call.r; ++c) sum += std::fabs(each[c]);
             const float mean = sum / static_cast<float>(call.r);

@@ -64,4 +64,23 @@ inline void run_experts(const Kernels& kernels, const Bank::Table& table, const 
     experts_in_parts(kernels, sorted_call(table, x, x_stride, rows, ids, R, out, out_stride, masks, parts));
 }
 
+// hidden [T, D] += the weighted sum of experts ids [T, K], or of their slices; out [T * K, D] gets what each gave. Returns
+// whether hidden is finite afterwards.
+inline bool run_and_combine(const Kernels& kernels, const Bank::Table& table, const float* x, int64_t x_stride,
+                            const int32_t* ids, const float* weights, int64_t T, int64_t K, int64_t D, float* hidden,
+                            int64_t hidden_stride, float* out, int64_t out_stride, const int32_t* masks = nullptr,
+                            int64_t parts = 1) {
+    static thread_local std::vector<int32_t> rows, slots;
+    const int64_t R = T * K;
+    rows.resize(static_cast<size_t>(R));
+    slots.resize(static_cast<size_t>(R));
+    for (int64_t i = 0; i < R; ++i) {
+        rows[i] = static_cast<int32_t>(i / K);
+        slots[i] = static_cast<int32_t>(i);
+    }
+    run_experts(kernels, table, x, x_stride, rows.data(), ids, R, out, out_stride, masks, parts);
+    kernels.combine(out, out_stride, slots.data(), weights, T, K, D, hidden, hidden_stride);
+    return kernels.finite(hidden, hidden_stride, T, D);
+}
+
 }  // namespace edge

@@ -139,6 +139,8 @@ struct Kernels {
     float (*fma_turns)(int64_t turns);                   // for the roofline: 512 multiply-adds each, nothing else
     void (*swap_search)(const SwapCall& call);
     void (*expert_inner)(const ExpertCall& call);  // out [R, F]: what the neurons give
+    // out [n, F up to whole panels]: what the neurons of n experts of one shape and format give for one row
+    void (*neurons_of_row)(const Expert* const* experts, int64_t n, const float* x, float* out);
 };
 
 // x W^T for a W of codes, in whole numbers: see integer.h. `then` is what will be read next, or null. It calls the one
