@@ -104,8 +104,11 @@ class Routing:
 
     policy: str = "auto"
     """Of `ROUTING`."""
-    tau: float = 0.1
-    """How far below the best match a home may lie, in units of cosine: 0 best match alone, 1 load alone."""
+    affinity: float = 0.5
+    """How much more than the mean load a home may have for suiting a request fully, in mean loads."""
+    tau: float | None = None
+    """How far below the best match a home may lie, in units of cosine: 0 best match alone, 1 load alone. None: no limit, and
+    match and load are weighed by `affinity`."""
     min_candidates: int = 1
     """Homes among which load decides, at least."""
     count_speed: bool = True

@@ -71,6 +71,7 @@ _DEFAULT_LINK_KEYS = {"rtt": Key("rtt_s", _DURATION), "bandwidth": Key("bandwidt
 _LINK_KEYS = {"between": Key("between", readers.read_pair), **_DEFAULT_LINK_KEYS}
 _ROUTING_KEYS = {
     "policy": Key("policy", readers.read_routing),
+    "affinity": Key("affinity", readers.read_affinity),
     "tau": Key("tau", readers.read_tau),
     "min_candidates": Key("min_candidates", readers.read_count),
     "count_speed": Key("count_speed", readers.read_flag),

@@ -185,6 +185,13 @@ def read_tau(value: object) -> float:
     return float(value)
 
 
+def read_affinity(value: object) -> float:
+    """How many mean loads a match is worth."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 100:
+        raise ValueError(f"expected a number from 0 to 100, as in 0.5, found {_kind(value)}")
+    return float(value)
+
+
 def read_lane_share(value: object) -> float:
     """A share of the homes, neither none nor all."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:

@@ -2,7 +2,8 @@
 
 It deals in block numbers and content hashes only: it knows no tensors, no requests, and not how a hash comes
 about (see `prefix.py`). There is no copy-on-write: only full blocks are ever shared, and nobody writes into a
-full block; the block that a request is still filling belongs to that request alone.
+full block; the block that a request is still filling belongs to that request alone. One that its request left unfilled
+may be cached as well, until somebody adopts it to write on.
 """
 
 from collections import Counter, OrderedDict
@@ -101,6 +102,21 @@ class BlockPool:
         """
         block = self._block_of.get(content_hash)
         return None if block is None else (block, self._given[block])
+
+    def adopt(self, content_hash: bytes) -> int | None:
+        """Take a cached block that nobody uses for one user, who will write on in it: nobody else finds it any more.
+
+        None if that content is not there, or in use.
+        """
+        block = self._block_of.get(content_hash)
+        if block is None or self._references[block]:
+            return None
+        del self._block_of[content_hash], self._free[block]
+        self._hash_of[block] = None
+        self._references[block] = 1
+        self._given[block] += 1
+        self.num_hits += 1
+        return block
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a user to each block, which must be cached; free ones leave the free list."""

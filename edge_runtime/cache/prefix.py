@@ -1,14 +1,17 @@
-"""Name the content of full KV blocks by chained hashes, so that equal prefixes find each other.
+"""Name the content of KV blocks by chained hashes, so that equal prefixes find each other.
 
 A block's hash covers its own tokens, all tokens before them, and everything else that the stored numbers depend
-on: model, tokenizer, the request's salt and its exactness tag. It knows no blocks and no memory.
+on: model, tokenizer, the request's salt and its exactness tag. Only full blocks are shared; a prompt's last one has a
+name too, so that it can be handed on. It knows no blocks and no memory.
 """
 
 from collections.abc import Sequence
 from hashlib import blake2b
 from struct import Struct
 
-from edge_runtime.cache.block_pool import BLOCK_SHIFT, BLOCK_TOKENS
+import numpy as np
+
+from edge_runtime.cache.block_pool import BLOCK_MASK, BLOCK_SHIFT, BLOCK_TOKENS
 
 HASH_BYTES = 16
 
@@ -50,6 +53,27 @@ def extend_hashes(hashes: list[bytes], seed: bytes, tokens: Sequence[int], num_b
         packed = _BLOCK.pack(*tokens[start : start + BLOCK_TOKENS])
         parent = blake2b(parent + packed, digest_size=HASH_BYTES).digest()
         hashes.append(parent)
+
+
+def tail_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The name of a prompt's last block while it is not full, 1 to 15 tokens: no block that goes on otherwise has it."""
+    packed = Struct(f"<{len(tokens)}I").pack(*tokens)
+    return blake2b(parent + packed, digest_size=HASH_BYTES, person=b"kv-tail-1").digest()
+
+
+def prompt_hashes(seed: bytes, prompt_ids: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
+    """Names of all blocks of a prompt in order, the last one too if it is not full. known: of leading full ones"""
+    full = len(prompt_ids) >> BLOCK_SHIFT
+    hashes = list(known[:full])
+    extend_hashes(hashes, seed, prompt_ids, full)
+    if len(prompt_ids) & BLOCK_MASK:
+        hashes.append(tail_hash(hashes[-1] if hashes else seed, prompt_ids[full << BLOCK_SHIFT :]))
+    return hashes
+
+
+def pack_hashes(hashes: Sequence[bytes]) -> np.ndarray:
+    """[n, 16] uint8, as content hashes travel."""
+    return np.frombuffer(b"".join(hashes), dtype=np.uint8).reshape(len(hashes), HASH_BYTES)
 
 
 def reusable_blocks(num_tokens: int) -> int:

@@ -15,6 +15,7 @@ from edge_runtime.clock import Clock
 from edge_runtime.coordinator import epochs
 from edge_runtime.coordinator import state as states
 from edge_runtime.coordinator.deploy import deploy_for, experts_without_host, refuse_unchangeable
+from edge_runtime.coordinator.home_speeds import home_speeds
 from edge_runtime.coordinator.outbox import Outbox
 from edge_runtime.coordinator.preview import preview_of
 from edge_runtime.coordinator.routes import Routes
@@ -39,6 +40,7 @@ from edge_runtime.protocol import (
     Drain,
     Envelope,
     Failed,
+    FetchAhead,
     Finished,
     Generate,
     GiveUp,
@@ -51,6 +53,7 @@ from edge_runtime.protocol import (
     PeersChanged,
     Planned,
     Prefilled,
+    Prefilling,
     Refused,
     Release,
     StatusQuery,
@@ -80,6 +83,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 LATE_BEATS = 1.2  # of silence before it is tried whether a node's connection has ended
 RETRY_S = 1.0
+SPEEDS_S = 2.0  # how often it is looked how fast homes are
 PROBE_S = 1.0  # how often a client that takes nothing is looked for
 MAX_BACKLOG = 1000  # messages taken before time is looked at
 MAX_MOVES = 3  # homes a request may lose, without a token of any, before it is given up
@@ -136,6 +140,8 @@ class CoordinatorDaemon:
         self._epochs.joint = self._routes.joint
         self._routed = (cluster, placement)
         self._refitting: threading.Thread | None = None
+        self._speeds: dict[str, float] = {}  # home -> how fast it decodes, against the mean
+        self._speeds_at_s = 0.0
         self._footprint = footprint
         self._clock = clock
         self._keys = keys
@@ -208,6 +214,7 @@ class CoordinatorDaemon:
         now = self._clock.now()
         self._tick_at_s = now + TICK_S
         self._apply(states.Tick())
+        self._take_speeds(now)
         self._routes.follow_lanes(self._loads(), now)
         self._find_homes()
         self._refit(now)
@@ -323,6 +330,9 @@ class CoordinatorDaemon:
                     self._find_homes(but=name)
             case Finished(finish_reason="abort") if not self._streams.is_aborted(message.request_id):
                 pass  # of a time when the request was here before: it was taken away, and has come back since
+            case Prefilling():
+                if self._streams.node_of(message.request_id) == name:
+                    self._fetch_ahead(name, message.request_id, *tensors)
             case Prefilled():
                 if self._streams.node_of(message.request_id) == name:
                     self._prefilled(name, message, *tensors)
@@ -330,6 +340,7 @@ class CoordinatorDaemon:
                 self._adopt(name, peer, message)
             case Finished() | Failed():
                 if self._streams.node_of(message.request_id) == name:
+                    self._forget_ahead(message.request_id)
                     self._deliver(self._streams.end(message))
             case Stopping(reason=reason):
                 self._apply(states.Left(name, reason))
@@ -499,24 +510,55 @@ class CoordinatorDaemon:
         handoff = Handoff(
             self._address_of(name), message.cached_tokens, timing=message.timing, served=message.served
         )
-        signature = self._routes.signature(counts, self._clock.now())
+        signature = self._routes.signature(counts)
+        self._routes.see(signature, self._clock.now())
         named = [row.tobytes() for row in hashes]
         self._streams.prefilled(message.request_id, handoff, named, signature, self._clock.now())
         self._find_homes()
+
+    def _fetch_ahead(self, name: str, request_id: str, counts: np.ndarray, hashes: np.ndarray) -> None:
+        """A part of a prompt is computed: let its likely home fetch that part while the rest is."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.phase != "prefill" or stream.is_aborted:
+            return
+        home = stream.ahead if stream.ahead in self._state.alive else None
+        named = [row.tobytes() for row in hashes]
+        if home is None:
+            home = self._routes.choose_home(
+                self._loads(request_id=request_id),
+                self._routes.signature(counts),
+                source=name,
+                hashes=named,
+                tier=self._routes.tier_of(stream.submit),
+            )
+        if home in (None, name) or self._routes.hits(home, named) == len(named):
+            return
+        message = FetchAhead(request_id, self._address_of(name))
+        if self._server.send(self._state.nodes[home].peer, message, tensors=(hashes,)):
+            self._streams.look_ahead(request_id, home, len(named))
+
+    def _forget_ahead(self, request_id: str, home: str = "") -> None:
+        """Nothing more of this prompt is to be fetched by a node that is not its home."""
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.ahead not in ("", home):
+            self._tell(stream.ahead, Abort(request_id))
 
     def _handoff_of(self, stream: Stream) -> Handoff | None:
         """What its next home is told of the prompt; nobody is asked for blocks who is gone."""
         handoff = stream.prefilled
         if handoff is not None and handoff.source.name not in self._state.alive:
-            return msgspec.structs.replace(handoff, source=PeerAddress("", ""))
+            return msgspec.structs.replace(handoff, source=PeerAddress(handoff.source.name, ""))
         return handoff
 
     def _address_of(self, name: str) -> PeerAddress:
         key = self._keys.of_peer(name).decode() if self._keys else ""
         return PeerAddress(name, find_node(self._cluster, name).address, key)
 
-    def _loads(self, but: str = "") -> list[HomeLoad]:
-        """The first nodes of the decode groups whose nodes all serve; `but` is in none, nor who leaves if it can be helped."""
+    def _loads(self, but: str = "", request_id: str = "") -> list[HomeLoad]:
+        """The first nodes of the decode groups whose nodes all serve; `but` is in none, nor who leaves if it can be helped.
+
+        request_id  the request that asks: it is not expected anywhere itself
+        """
         alive, leaving = set(self._state.alive), self._epochs.leaving
         whole = [
             group.nodes
@@ -525,21 +567,27 @@ class CoordinatorDaemon:
         ]
         staying = [nodes for nodes in whole if leaving.isdisjoint(nodes)]
         return [
-            HomeLoad(home, self._streams.in_flight(home, "decode"), self._cluster.max_requests)
+            HomeLoad(
+                home,
+                self._streams.in_flight(home, "decode") + self._streams.expected(home, but=request_id),
+                self._cluster.max_requests,
+                self._speeds.get(home, 1.0),
+            )
             for home, *_ in staying or whole
         ]
 
     def _choose_home(self, but: str = "", stream: Stream | None = None, tier: int = 0) -> str | None:
         """The home that a request goes to, or goes on at."""
-        loads = self._loads(but)
-        if stream is None or stream.prefilled is None:
-            return self._routes.choose_home(loads, tier=tier)
-        source = stream.prefilled.source.name
+        if stream is None:
+            return self._routes.choose_home(self._loads(but), tier=tier)
+        source = stream.prefilled.source.name if stream.prefilled is not None else ""
         return self._routes.choose_home(
-            loads,
+            self._loads(but, stream.request_id),
             stream.signature,
             source=source if source in self._state.alive else "",
             hashes=stream.hashes,
+            ahead=stream.ahead,
+            num_ahead=stream.num_ahead,
             tier=tier,
         )
 
@@ -569,8 +617,10 @@ class CoordinatorDaemon:
                     log.info(
                         "request %s goes on at %s after %d tokens", request_id, home, len(stream.token_ids)
                     )
+                    self._forget_ahead(request_id, home)
+                    most_blocks = self._placement.plan_of(home).kv_blocks
+                    self._routes.sent(home, stream.hashes, most_blocks, tier, stream.signature)
                     self._streams.move(request_id, home)
-                    self._routes.sent(home, stream.hashes, self._placement.plan_of(home).kv_blocks, tier)
                     accepted = Accepted(request_id, home)
                     if stream.lost is None and not self._outbox.send(stream.client, accepted):
                         self._client_gone(stream.client)
@@ -583,6 +633,7 @@ class CoordinatorDaemon:
 
     def _abort(self, request_id: str) -> None:
         """The client wants no more of it."""
+        self._forget_ahead(request_id)
         if self._streams.node_of(request_id) == "":
             self._deliver(self._streams.end(Finished(request_id, "abort")))
         else:
@@ -620,6 +671,17 @@ class CoordinatorDaemon:
             if refit is not None:
                 self._refitting = threading.Thread(target=refit, name="refit", daemon=True)
                 self._refitting.start()
+
+    def _take_speeds(self, now: float) -> None:
+        """Let the router know what nodes and links have turned out to be."""
+        if now < self._speeds_at_s:
+            return
+        measured = self._epochs.measured()
+        self._routes.measured(measured.links)
+        began = self._clock.now()
+        self._speeds = home_speeds(self._cluster, self._footprint, self._placement, measured)
+        # Of a big placement it takes a while; no more than a hundredth of this thread's time.
+        self._speeds_at_s = now + max(SPEEDS_S, 100 * (self._clock.now() - began))
 
     def _follow_placement(self) -> None:
         """Let the router know when another file or placement counts."""

@@ -32,6 +32,7 @@ from edge_runtime.routing.prefill_ring import HASHED_BYTES, PrefillRing
 from topology.cluster import DECODE, Cluster, Routing
 from topology.costs import ModelFootprint
 from topology.placement import Placement
+from topology.speeds import LinkSpeed
 from topology.traits import ExpertTraits, Traffic, shares
 
 ELDR = "eldr"
@@ -66,6 +67,8 @@ class Routes:
         self.num_hit_blocks: dict[str, int] = {}
         self._band: LocalityBand | None = None
         self._window = SignatureWindow()
+        self._resident: np.ndarray | None = None  # [H, L, E] what homes hold, by the placement that counts
+        self._links: Mapping[tuple[str, str], LinkSpeed] = {}
         self.follow(cluster, None)
 
     def follow(self, cluster: Cluster, placement: Placement | None) -> None:
@@ -87,20 +90,22 @@ class Routes:
             routing = cluster.routing
             rule = BandRule(
                 tau=routing.tau,
+                affinity=routing.affinity,
                 min_candidates=routing.min_candidates,
                 uses_speed=routing.count_speed,
                 uses_transfer=routing.count_transfer,
             )
             resident = None if placement is None else residents_of(placement, homes, self._footprint)
             clusters = self.clusters_for(len(homes))
+            self._resident = resident
             self._band = band_for(self._fit, homes, rule, clusters=clusters, resident=resident)
             self._router = self._band
             self._window = SignatureWindow()
 
     def refit_due(self, now: float) -> Callable[[], None] | None:
         """What makes clusters of the latest requests, if that is wanted and due; a moment's work, for a thread of its own."""
-        band = self._band
-        if not self._cluster.routing.refit or self.policy != ELDR or band is None:
+        band, fit, resident = self._band, self._fit, self._resident
+        if not self._cluster.routing.refit or self.policy != ELDR or band is None or fit is None:
             return None
         signatures = self._window.take(len(band.centroids), now)
         if signatures is None:
@@ -108,7 +113,7 @@ class Routes:
 
         def refit() -> None:
             try:
-                found = follow(band, signatures)
+                found = follow(band, signatures, lambda centroids: fit.assign(centroids, resident))
             except ArtifactError:  # signatures that are all alike tell no homes apart: the clusters stay
                 return
             if self._band is band:
@@ -185,17 +190,20 @@ class Routes:
             ring = self._rings[tuple(workers)] = PrefillRing(workers)
         return ring.choose(first_bytes(submit), loads)
 
-    def signature(self, counts: np.ndarray, now: float) -> np.ndarray | None:
-        """The signature of a prompt's counts [L, E]; None where it is not needed or cannot be had."""
+    def signature(self, counts: np.ndarray) -> np.ndarray | None:
+        """The signature of counts [L, E] of a prompt, or of a part; None where it is not needed or cannot be had."""
         if (
             self._fit is None
             or not self._router.needs_signature
             or counts.shape != self._fit.rule.weights.shape
         ):
             return None
-        signature = self._fit.rule.signature(counts)
-        self._window.see(signature, now)
-        return signature
+        return self._fit.rule.signature(counts)
+
+    def see(self, signature: np.ndarray | None, now: float) -> None:
+        """A prompt was computed: clusters may follow what is asked."""
+        if signature is not None:
+            self._window.see(signature, now)
 
     def choose_home(
         self,
@@ -204,37 +212,55 @@ class Routes:
         *,
         source: str = "",
         hashes: Sequence[bytes] = (),
+        ahead: str = "",
+        num_ahead: int = 0,
         tier: int = FULL,
     ) -> str | None:
-        """Who answers a request: of its tier's lane, of the band of its signature, the home with the least pressure.
+        """Who answers a request: of its tier's lane the home that the router chooses by signature and pressure.
 
-        source, hashes  where the blocks of its prompt are, if they are computed
-        tier            sub-experts that it asks for, 0 for all
+        source, hashes    where the blocks of its prompt are, as far as they are computed
+        ahead, num_ahead  who was told to fetch the first of them; a router that goes by nothing that the rest of the prompt
+                          tells has chosen that home already
+        tier              sub-experts that it asks for, 0 for all
         """
         if not loads:
             return None
         if self._lanes is not None:
             loads = self._lanes.allowed(tier, loads)
+        if ahead and not self._router.needs_signature and any(load.node == ahead for load in loads):
+            return ahead
         if source:
-            loads = [load._replace(transfer_s=self.transfer_s(source, load.node, hashes)) for load in loads]
+            told = {ahead: num_ahead}
+            loads = [
+                load._replace(transfer_s=self.transfer_s(source, load.node, hashes, told.get(load.node, 0)))
+                for load in loads
+            ]
         return loads[self._router.choose(Question(signature), loads)].node
 
-    def transfer_s(self, source: str, home: str, hashes: Sequence[bytes]) -> float:
-        """How long it takes to move a prompt's blocks, those apart that the home has had."""
+    def transfer_s(self, source: str, home: str, hashes: Sequence[bytes], num_ahead: int = 0) -> float:
+        """How long it takes to move a prompt's blocks, those apart that the home has had or was told to fetch."""
         if source == home:
             return 0.0
-        missing = len(hashes) - self._hits(home, hashes)
-        link = self._cluster.link(source, home)
+        missing = len(hashes) - max(self.hits(home, hashes), num_ahead)
+        link = self._links.get((min(source, home), max(source, home))) or self._cluster.link(source, home)
         bits = missing * 8 * _block_bytes(self._footprint)
         return (link.rtt_s + bits / link.bandwidth_bps) if missing else 0.0
 
-    def sent(self, home: str, hashes: Sequence[bytes], most_blocks: int, tier: int = FULL) -> None:
+    def sent(
+        self,
+        home: str,
+        hashes: Sequence[bytes],
+        most_blocks: int,
+        tier: int = FULL,
+        signature: np.ndarray | None = None,
+    ) -> None:
         """A request with these blocks went there; a home of `most_blocks` blocks has no more than that."""
+        self._router.took(home, signature)
         if self._lanes is not None:
             self._lanes.sent(tier, home)
         self.num_sent[home] = self.num_sent.get(home, 0) + 1
         self.num_prompt_blocks[home] = self.num_prompt_blocks.get(home, 0) + len(hashes)
-        self.num_hit_blocks[home] = self.num_hit_blocks.get(home, 0) + self._hits(home, hashes)
+        self.num_hit_blocks[home] = self.num_hit_blocks.get(home, 0) + self.hits(home, hashes)
         known = self._sent.setdefault(home, OrderedDict())
         for content in hashes:
             known[content] = None
@@ -246,7 +272,12 @@ class Routes:
         """Its process is gone, and its blocks with it."""
         self._sent.pop(home, None)
 
-    def _hits(self, home: str, hashes: Sequence[bytes]) -> int:
+    def measured(self, links: Mapping[tuple[str, str], LinkSpeed]) -> None:
+        """What the links between nodes have turned out to be, by pair of names in order; the file's word counts elsewhere."""
+        self._links = links
+
+    def hits(self, home: str, hashes: Sequence[bytes]) -> int:
+        """How many of a prompt's leading blocks a home has had."""
         known = self._sent.get(home, ())
         return next((place for place, content in enumerate(hashes) if content not in known), len(hashes))
 
@@ -254,7 +285,8 @@ class Routes:
         """The router, for people."""
         if self.policy == ELDR and self._band is not None:
             rule, fit = self._band.rule, self._fit
-            told = f"eldr, tau {rule.tau:g}, {len(self._band.centroids)} centroids of {self._band.centroids.shape[1]}"
+            told = f"affinity {rule.affinity:g}" if rule.tau is None else f"tau {rule.tau:g}"
+            told = f"eldr, {told}, {len(self._band.centroids)} centroids of {self._band.centroids.shape[1]}"
             if fit is not None and fit.num_clusters != len(self._band.centroids):
                 told += f" (fitted anew: calibration has {fit.num_clusters})"
             return told
@@ -267,6 +299,7 @@ class Routes:
             rule = self._band.rule
             found |= {
                 "tau": rule.tau,
+                "affinity": rule.affinity if rule.tau is None else None,
                 "min_candidates": rule.min_candidates,
                 "centroids": len(self._band.centroids),
                 "dim": int(self._band.centroids.shape[1]),

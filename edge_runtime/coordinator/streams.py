@@ -60,6 +60,7 @@ class Stream:
     phase      `prefill` while a node computes its prompt for others, else `decode`
     prefilled  where its prompt was computed and what that cost; None before, and where home and prefill are one
     signature, hashes  of its prompt, once computed: for a home, and for the next one should that be lost
+    ahead, num_ahead   while its prompt is computed: its likely home, and how many blocks that was told to fetch
     moves      how often it lost its home since a token came
     homeless_s  since when it has none; lost_node, why: which it was, what happened
     is_aborted  its client wants no more of it
@@ -81,6 +82,8 @@ class Stream:
     prefilled: Handoff | None = None
     signature: np.ndarray | None = None
     hashes: tuple[bytes, ...] = ()
+    ahead: str = ""
+    num_ahead: int = 0
     lost: "Lost | None" = None
 
     @property
@@ -123,6 +126,7 @@ class Streams:
     def __init__(self) -> None:
         self._streams: dict[str, Stream] = {}
         self._in_flight: Counter[tuple[str, Phase]] = Counter()
+        self._expected: Counter[str] = Counter()
         self.num_finished = 0
         self.num_failed = 0
 
@@ -195,6 +199,7 @@ class Streams:
         stream = self._streams[request_id]
         stream.node, stream.phase = node, phase
         self._in_flight[node, phase] += 1
+        self.look_ahead(request_id, "", 0)
 
     def abort(self, request_id: str) -> None:
         """The client wants no more of the request; it ends when its home says so."""
@@ -220,11 +225,28 @@ class Streams:
         stream.prefilled, stream.hashes, stream.signature = handoff, tuple(hashes), signature
         return stream
 
+    def look_ahead(self, request_id: str, node: str, num_blocks: int) -> None:
+        """`node` was told to fetch so many blocks of a prompt that is still being computed: it counts as its home's."""
+        stream = self._streams[request_id]
+        if stream.ahead != node:
+            self._expected[stream.ahead] -= 1
+            self._expected[node] += 1
+        stream.ahead, stream.num_ahead = node, num_blocks
+
+    def expected(self, node: str, but: str = "") -> int:
+        """Requests that will probably come to that node once their prompts are computed; `but` is not counted."""
+        stream = self._streams.get(but)
+        return self._expected[node] - (stream is not None and stream.ahead == node)
+
     def in_flight(self, node: str, phase: Phase | None = None) -> int:
         """Requests routed to that node that have not ended; of one phase, or of both."""
         if phase is not None:
             return self._in_flight[node, phase]
         return self._in_flight[node, "prefill"] + self._in_flight[node, "decode"]
+
+    def get(self, request_id: str) -> Stream | None:
+        """The request, if it runs."""
+        return self._streams.get(request_id)
 
     def node_of(self, request_id: str) -> str | None:
         stream = self._streams.get(request_id)
@@ -263,6 +285,7 @@ class Streams:
             return []
         if stream.node:
             self._in_flight[stream.node, stream.phase] -= 1
+        self.look_ahead(message.request_id, "", 0)
         if stream.lost is not None and not stream.is_aborted:  # kept until its client is back
             stream.lost.ended, stream.node = message, ""
             return []

@@ -3,7 +3,8 @@
 Pure arithmetic on arrays. Knows hosts as indices, host 0 being the home itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +13,14 @@ import numpy as np
 class Account(NamedTuple):
     """What one request cost: served [2, N] float64, gate weight and slots by host; host 0 is the home.
 
-    here  gate weight served where its rows were: at the home; with stages, at each stage's own node. None: host 0's
+    here   gate weight served where its rows were: at the home; with stages, at each stage's own node. None: host 0's
+    trace  layer -> gate weight by `quality.WAYS`, of a request that asked for it
     """
 
     served: np.ndarray
     host_names: list[str]
     here: float | None = None
+    trace: Mapping[int, np.ndarray] = MappingProxyType({})
 
     @property
     def weight_here(self) -> float:
@@ -154,7 +157,11 @@ def joined_accounts(accounts: Sequence[Account]) -> Account:
     for account in accounts:
         for index, name in enumerate(account.host_names):
             served[:, names.index(name)] += account.served[:, index]
-    return Account(served, names, sum(account.weight_here for account in accounts))
+    trace: dict[int, np.ndarray] = {}
+    for account in accounts:
+        for layer, weights in account.trace.items():
+            trace[layer] = trace[layer] + weights if layer in trace else weights
+    return Account(served, names, sum(account.weight_here for account in accounts), trace)
 
 
 def bill_of(account: Account) -> tuple[dict[str, float], dict[str, int]]:

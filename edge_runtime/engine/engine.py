@@ -10,14 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
+from edge_runtime.cache.block_pool import BLOCK_SHIFT
 from edge_runtime.cache.block_store import BlockStore
 from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import Account, bill_of, joined_accounts
 from edge_runtime.engine.dropped import sliced_bill
-from edge_runtime.engine.plan import Finished, StepPlan
-from edge_runtime.engine.quality import QualityBooks
+from edge_runtime.engine.plan import Finished, StepPlan, StepSlice
+from edge_runtime.engine.quality import QualityBooks, traced
 from edge_runtime.engine.request import FinishReason, Request
 from edge_runtime.engine.runner import HostedExperts, Runner, Stage
 from edge_runtime.engine.scheduler import Scheduler
@@ -31,12 +33,24 @@ HELD_S = 0.02  # how long a step that lacks experts waits before it is tried aga
 
 
 class Output(NamedTuple):
-    """What one step brought one request: a token, an end, or both."""
+    """What one step brought one request: a token, an end, or both; or a part of a prompt that is computed for others."""
 
     request_id: str
     token_id: int | None
     logprobs: TokenLogprobs | None
     ended: "Ended | None"
+    part: "PromptPart | None" = None
+
+
+class PromptPart(NamedTuple):
+    """How far a prompt is computed.
+
+    counts  [L, E] int16, which experts its tokens so far chose; None where nothing is counted
+    hashes  content hashes of its full blocks so far, in order
+    """
+
+    counts: np.ndarray | None
+    hashes: tuple[bytes, ...]
 
 
 class Ended(NamedTuple):
@@ -185,8 +199,17 @@ class Engine:
                 else:
                     outputs.append(self._ended(done, chosen, detail))
         outputs.extend(self._ended(done, None, None) for done in finished.values())
+        outputs.extend(self._part(piece) for piece in plan.slices if _brings_blocks(piece))
         self.runner.times.plan += now() - began
         return outputs
+
+    def _part(self, piece: StepSlice) -> Output:
+        request = piece.request
+        counts = self.runner.prompt_counts(request) if request.wants_counts else None
+        full = request.num_computed >> BLOCK_SHIFT
+        return Output(
+            request.request_id, None, None, None, PromptPart(counts, tuple(request.block_hashes[:full]))
+        )
 
     def _take_prompt_counts(self, plan: StepPlan) -> None:
         for piece in plan.slices:
@@ -238,6 +261,7 @@ class Engine:
                 trace=old.trace,
                 wants_counts=old.wants_counts,
                 tier=old.tier,
+                is_handed_on=old.is_handed_on,
             )
             request.prompt_counts = old.prompt_counts
             request.first_planned_s, request.first_token_s = old.first_planned_s, old.first_token_s
@@ -270,9 +294,9 @@ class Engine:
         if carried:
             account = joined_accounts([account, *carried])
         bill, slots = bill_of(account)
-        trace = None
         if self.books is not None:
-            bill, trace = self.books.close(request, bill, float(account.served[0].sum()))
+            bill, traced_here = self.books.close(request, bill, float(account.served[0].sum()))
+            account = joined_accounts([account, Account(np.zeros((2, 0)), [], 0.0, traced_here)])
         if request.tier:
             bill = sliced_bill(bill, request.tier, self.runner.take_dropped(request.request_id))
         ended = Ended(
@@ -282,10 +306,21 @@ class Engine:
             self.clock.now(),
             bill=bill,
             slots=slots,
-            trace=trace,
+            trace=traced(account.trace) if request.trace and self.books is not None else None,
             account=account,
         )
         return Output(request.request_id, token_id, logprobs, ended)
+
+
+def _brings_blocks(piece: StepSlice) -> bool:
+    """Whether a slice brought blocks of a prompt that another engine goes on with, and the prompt has more to come."""
+    request, end = piece.request, piece.start + piece.count
+    return (
+        request.is_handed_on
+        and request.state == "running"
+        and end < len(request.prompt_ids)
+        and end >> BLOCK_SHIFT > piece.start >> BLOCK_SHIFT
+    )
 
 
 def _refused(request: Request, error: EdgeError, now: float) -> Ended:

@@ -5,7 +5,7 @@ are swapped is the port's to say.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,14 +167,15 @@ class QualityBooks:
 
     def close(
         self, request: Request, bill: dict[str, float], weight: float
-    ) -> tuple[dict[str, float], list[dict[str, Any]] | None]:
-        """A request has ended: its bill with what stood in for others taken out of what was served here, and its trace.
+    ) -> tuple[dict[str, float], dict[int, NDArray[np.float64]]]:
+        """A request has ended: its bill with what stood in for others taken out of what was served here, and what its
+        layers' gate weight was served by (empty unless it asked for that).
 
         weight  all gate weight that was served
         """
         spending = self._by_request.pop(request.request_id, None)
         if spending is None:
-            return bill, None
+            return bill, {}
         user = user_of(request)
         left = self.ledgers.left(user)
         self._open[user] -= 1
@@ -191,8 +192,7 @@ class QualityBooks:
             bill = bill | shares | {"substituted": stood_in, "dropped": spending.dropped / total}
             bill["exact_here"] = max(0.0, shares["exact_here"] - stood_in)
         bill = bill | {"budget_spent": spending.spent, "budget_left": left}
-        trace = [_traced(layer, table) for layer, table in sorted(spending.trace.items())]
-        return bill, trace if request.trace else None
+        return bill, spending.trace if request.trace else {}
 
     def take_over(self, other: "QualityBooks") -> None:
         """Go on with what another engine's requests have earned and spent."""
@@ -208,7 +208,11 @@ def user_of(request: Request) -> str:
     return request.user or f"request {request.request_id}"
 
 
-def _traced(layer: int, weights: NDArray[np.float64]) -> dict[str, Any]:
-    total = float(weights.sum())
-    shares = weights / total if total else weights
-    return {"layer": layer} | {way: round(float(share), 6) for way, share in zip(WAYS, shares, strict=True)}
+def traced(weights_of: Mapping[int, NDArray[np.float64]]) -> list[dict[str, Any]]:
+    """A trace for people: of each layer the shares of its gate weight [4] by `WAYS`."""
+    found = []
+    for layer, weights in sorted(weights_of.items()):
+        shares = weights / max(float(weights.sum()), 1e-12)
+        ways = {way: round(float(share), 6) for way, share in zip(WAYS, shares, strict=True)}
+        found.append({"layer": layer} | ways)
+    return found

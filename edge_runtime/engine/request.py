@@ -203,6 +203,9 @@ class Request:
     wants_counts    `prompt_counts` [L, E] is to say which experts the prompt's tokens chose, once it has been computed. Until
                     then no step goes across the prompt's end, and nothing behind it is taken from the cache
 
+    is_handed_on    another engine goes on with it after its first token: its prompt's last block, which may not be full, is
+                    kept for that one
+
     budget        mean relative loss per token that it may spend; 0: it is exact
     exactness     how its KV is computed; whoever asks for more never finds its blocks. None for `exactness_of`
     user          whose ledger it spends from; empty for one of its own
@@ -228,6 +231,7 @@ class Request:
         "first_planned_s",
         "first_token_s",
         "in_flight",
+        "is_handed_on",
         "num_cached",
         "num_computed",
         "num_preemptions",
@@ -264,6 +268,7 @@ class Request:
         user: str = "",
         trace: bool = False,
         tier: int = 0,
+        is_handed_on: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = list(prompt_ids)
@@ -278,6 +283,7 @@ class Request:
         self.encoder_tokens = encoder_tokens
         self.encoder_blocks = blocks_for(encoder_tokens)
         self.wants_counts = wants_counts
+        self.is_handed_on = is_handed_on
         self.tier = tier
         self.prompt_counts: np.ndarray | None = None
         self.encoder_end = self.encoder_blocks * BLOCK_TOKENS  # where the decoder's tokens begin

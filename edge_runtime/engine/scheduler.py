@@ -25,6 +25,9 @@ need, and takes them as its rows are planned. When a running request finds none,
 than it is preempted: it gives back all blocks, waits again with its old age, and recomputes (or finds its blocks
 still cached). The oldest running request is never preempted and fits alone, so there is always progress.
 
+**Handed-on prompts.** A request that another engine goes on with leaves its prompt's last block findable though it is not
+full; one that comes with a prompt computed elsewhere and all its blocks begins behind the prompt.
+
 **Steps under way.** Several plans may be in flight (stages), each request in one at most. A request that ends
 while a plan holds it keeps blocks and seat until that plan is completed or abandoned, so nobody else gets memory
 that the step still writes or reads. Requests in flight are never preempted.
@@ -36,7 +39,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from edge_runtime.cache.block_pool import BLOCK_MASK, BLOCK_SHIFT, BLOCK_TOKENS, BlockPool, blocks_for
-from edge_runtime.cache.prefix import chain_seed, encoder_seed, extend_hashes, reusable_blocks
+from edge_runtime.cache.prefix import (
+    chain_seed,
+    encoder_seed,
+    extend_hashes,
+    prompt_hashes,
+    reusable_blocks,
+    tail_hash,
+)
 from edge_runtime.engine.plan import Finished, StepPlan, StepSlice
 from edge_runtime.engine.request import FinishReason, Request, check_params, check_prompt
 from edge_runtime.errors import ConfigError, Refusal, RequestError
@@ -207,12 +217,8 @@ class Scheduler:
         self._enqueue(request)
 
     def prompt_hashes(self, request: Request) -> list[bytes]:
-        """Content hashes of the full blocks of a request's prompt. Changes nothing: any thread may ask."""
-        hashes: list[bytes] = []
-        extend_hashes(
-            hashes, self._seed_of(request), request.prompt_ids, len(request.prompt_ids) >> BLOCK_SHIFT
-        )
-        return hashes
+        """Content hashes of the blocks of a request's prompt. Changes nothing: any thread may ask."""
+        return prompt_hashes(self._seed_of(request), request.prompt_ids)
 
     def _seed_of(self, request: Request) -> bytes:
         seed = chain_seed(self._model_hash, self._tokenizer_hash, request.salt, request.exactness)
@@ -326,6 +332,8 @@ class Scheduler:
             if token in request.stop_ids:
                 finished.append(self._end(request, "stop"))
             elif len(request.tokens) >= request.token_limit:
+                if request.is_handed_on:
+                    self._keep_tail(request)
                 finished.append(self._end(request, "length"))
         return finished
 
@@ -389,12 +397,14 @@ class Scheduler:
         found = self._find(request, _reusable(request))
         left_free = self.pool.num_free - sum(self.pool.references(block) == 0 for block in found)
         needed = blocks_for(num_tokens) - len(found)
+        # What was handed on is found here, or taken from the free ones as any block is: it needs one of them either way.
         # One block more per running request, so that their next tokens do not preempt the newcomer at once.
         if needed + promised + len(self._running) > left_free:
             return None
         request.state = "running"
         request.seat = self._seats.pop()
         self._take_found(request, found)
+        needed -= self._take_tail(request)
         insort(self._running, request, key=_age)
         return needed
 
@@ -414,6 +424,32 @@ class Scheduler:
         request.num_cached += cached
         self.num_cached_tokens += cached
         self._new_version(request)
+
+    def _take_tail(self, request: Request) -> bool:
+        """Go on in the last block of a prompt that another engine computed, if it is here and all before it are."""
+        full, tail = divmod(len(request.prompt_ids), BLOCK_TOKENS)
+        held = len(request.block_table)
+        if not tail or held != full or not request.output_ids or request.wants_counts:
+            return False
+        parent = request.block_hashes[full - 1] if full else request.chain_seed
+        block = self.pool.adopt(tail_hash(parent, request.prompt_ids[full << BLOCK_SHIFT :]))
+        if block is None:
+            return False
+        request.block_table.append(block)
+        request.num_computed = len(request.prompt_ids)
+        request.num_cached += tail
+        self.num_cached_tokens += tail
+        self._new_version(request)
+        return True
+
+    def _keep_tail(self, request: Request) -> None:
+        """Let the last block of its prompt be found, though it is not full: nobody writes in it after this request."""
+        full, tail = divmod(len(request.prompt_ids), BLOCK_TOKENS)
+        if tail and request.num_computed == len(request.prompt_ids):
+            parent = request.block_hashes[full - 1] if full else request.chain_seed
+            self.pool.register(
+                request.block_table[full], tail_hash(parent, request.prompt_ids[full << BLOCK_SHIFT :])
+            )
 
     def _plan_prefills(self, prefills: list[Request], rows: int, slices: list[StepSlice]) -> None:
         for request in prefills:  # others may have computed the next blocks since it was seated

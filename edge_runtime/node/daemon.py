@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -61,6 +62,7 @@ from edge_runtime.protocol import (
     DeployProgress,
     Envelope,
     Failed,
+    FetchAhead,
     Finished,
     Generate,
     Handoff,
@@ -70,6 +72,7 @@ from edge_runtime.protocol import (
     Message,
     PeersChanged,
     Prefilled,
+    Prefilling,
     Refused,
     Release,
     StageResult,
@@ -160,6 +163,7 @@ class NodeDaemon:
         self._gauge = Gauge()
         self._prober: LinkProber | None = None
         self._fetching: dict[str, FetchJob] = {}  # of requests whose KV is on its way
+        self._ahead: dict[str, list[FetchJob]] = {}  # of requests that will probably come, by id
         self._receivers = BlockReceivers(
             self._identity, keys, clock, deadline_s=cluster.call_deadline_s, died=self._wake_up
         )
@@ -247,6 +251,7 @@ class NodeDaemon:
                 "weights_fetched_bytes": float(self._bytes_fetched),
                 "weights_served_bytes": float(self._weights.bytes_served),
                 "blocks_fetched": float(self._receivers.num_blocks),
+                "blocks_fetched_ahead": float(self._receivers.num_ahead),
                 "block_bytes_fetched": float(self._receivers.num_bytes),
             }
             self._measure_links(now)
@@ -263,7 +268,7 @@ class NodeDaemon:
         experts, own = share.experts, self._node.name
         if experts is not None:
             self._gauge.served(experts.traffic)
-        hosts = [*experts.host_names, *share.stages] if experts is not None else []
+        hosts = [*experts.host_names, *share.stages, *self._receivers.sources] if experts is not None else []
         alive = experts.alive if experts is not None else ()
         due = self._gauge.due(peers_to_probe(hosts, alive, own), now, is_idle=not self._requests)
         addresses = {peer.name: peer for peer in share.peers}
@@ -350,9 +355,9 @@ class NodeDaemon:
             if envelope is None:
                 return
             self._coordinator_beats = heard(self._coordinator_beats, self._clock.now(), self._rule)
-            self._take(envelope.message)
+            self._take(envelope.message, envelope.tensors)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: Message, tensors: Sequence[np.ndarray] = ()) -> None:
         match message:
             case Welcome(incarnation=incarnation):
                 was_greeted, self._greeted = self._greeted, True
@@ -385,6 +390,8 @@ class NodeDaemon:
                 self._peers_changed(message)
             case Generate():
                 self._generate(message)
+            case FetchAhead():
+                self._fetch_ahead(message, *tensors)
             case Abort(request_id=request_id):
                 self._abort(request_id)
             case Stop(reason=reason):
@@ -585,9 +592,10 @@ class NodeDaemon:
         self._requests.clear()
         self._aborting.clear()
         self._again.clear()
-        for job in self._fetching.values():
+        for job in (*self._fetching.values(), *(job for jobs in self._ahead.values() for job in jobs)):
             job.is_cancelled = True
         self._fetching.clear()
+        self._ahead.clear()
 
     def _peers_changed(self, message: PeersChanged) -> None:
         share = self._shares.get(message.epoch)
@@ -657,7 +665,11 @@ class NodeDaemon:
         ended = home.resume(settings.eos_ids, settings.context_tokens, self._clock.now())
         if ended is not None:
             self._take_outputs([Output(request_id, None, None, ended)])
-        elif generate.handoff is not None and generate.handoff.source.name not in ("", self._node.name):
+        elif (
+            generate.handoff is not None
+            and generate.handoff.source.address
+            and generate.handoff.source.name != self._node.name
+        ):
             self._fetch_blocks(home, generate.handoff)
         else:
             self._engine.submit(request, account_of(generate.handoff.served) if generate.handoff else None)
@@ -681,6 +693,29 @@ class NodeDaemon:
         job = self._fetching[request.request_id] = FetchJob(request.request_id, hashes, store, take, done)
         self._receivers.fetch(handoff.source, job)
 
+    def _fetch_ahead(self, message: FetchAhead, hashes: np.ndarray) -> None:
+        """Take in blocks of a prompt that is still being computed: they are cached, and nobody waits for them."""
+        request_id, engine_thread = message.request_id, self._engine
+        store = engine_thread.engine.blocks if engine_thread is not None else None
+        if engine_thread is None or store is None or request_id in self._requests or not len(hashes):
+            return
+
+        def take(names: Sequence[bytes], blocks: Blocks) -> None:
+            engine_thread.call(lambda engine: _take_blocks(engine, names, blocks))
+
+        job: FetchJob
+        done = lambda *_: self._post(lambda: self._ended_ahead(job))  # noqa: E731
+        job = FetchJob(request_id, [row.tobytes() for row in hashes], store, take, done, is_ahead=True)
+        self._ahead.setdefault(request_id, []).append(job)
+        self._receivers.fetch(message.source, job)
+
+    def _ended_ahead(self, job: FetchJob) -> None:
+        jobs = self._ahead.get(job.request_id, [])
+        if job in jobs:
+            jobs.remove(job)
+        if not jobs:
+            self._ahead.pop(job.request_id, None)
+
     def _begin_fetched(self, home: HomeRequest, handoff: Handoff, num_blocks: int, why: str) -> None:
         request_id = home.request.request_id
         if self._requests.get(request_id) is not home or self._engine is None:
@@ -694,6 +729,8 @@ class NodeDaemon:
 
     def _abort(self, request_id: str) -> None:
         self._again.pop(request_id, None)
+        for ahead in self._ahead.pop(request_id, ()):
+            ahead.is_cancelled = True
         job = self._fetching.pop(request_id, None)
         if job is not None:
             job.is_cancelled = True
@@ -714,7 +751,8 @@ class NodeDaemon:
                 self._engine.abort(output.request_id)
             for message in messages:
                 if self._greeted:
-                    tensors = prefilled_tensors(home.request) if isinstance(message, Prefilled) else ()
+                    is_part = isinstance(message, Prefilled | Prefilling)
+                    tensors = prefilled_tensors(home.request, output.part) if is_part else ()
                     self._send(message, tensors)
                 if isinstance(message, Finished | Failed | Prefilled):
                     del self._requests[output.request_id]

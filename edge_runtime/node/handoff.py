@@ -4,8 +4,8 @@
 they begin with what came, and the rest of the prompt is computed again.
 """
 
+import collections
 import logging
-import queue
 import threading
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from edge_runtime.cache.block_store import Blocks, BlockStore
 from edge_runtime.cache.handoff import BlockFetch
-from edge_runtime.cache.prefix import HASH_BYTES
+from edge_runtime.cache.prefix import HASH_BYTES, pack_hashes
 from edge_runtime.clock import Clock
 from edge_runtime.errors import EdgeError, PeerError, ProtocolError, Refusal
 from edge_runtime.protocol import (
@@ -42,10 +42,11 @@ LOOK_S = 0.02
 class FetchJob:
     """The blocks that one request needs.
 
-    hashes  of its prompt's full blocks, in order
-    store   where they will go: what is there already is not fetched
-    take    called with hashes and blocks as they come; it must not block
-    done    called once, with how many came and why not all of them
+    hashes    of its prompt's blocks, in order
+    store     where they will go: what is there already is not fetched
+    take      called with hashes and blocks as they come; it must not block
+    done      called once, with how many came and why not all of them
+    is_ahead  the rest of the prompt is still being computed, so nobody waits for these: requests that wait go before it
     """
 
     def __init__(
@@ -55,13 +56,50 @@ class FetchJob:
         store: BlockStore,
         take: Callable[[Sequence[bytes], Blocks], None],
         done: Callable[[int, str], None],
+        *,
+        is_ahead: bool = False,
     ) -> None:
+        self.is_ahead = is_ahead
         self.request_id = request_id
         self.hashes = hashes
         self.store = store
         self.take = take
         self.done = done
         self.is_cancelled = False
+
+
+class Jobs:
+    """Jobs of one source: those that requests wait for before those that are ahead of theirs, else in their order."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._wanted: collections.deque[FetchJob] = collections.deque()
+        self._ahead: collections.deque[FetchJob] = collections.deque()
+        self._is_closed = False
+
+    def put(self, job: FetchJob) -> None:
+        with self._changed:
+            (self._ahead if job.is_ahead else self._wanted).append(job)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """No job is taken any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def take(self) -> FetchJob | None:
+        """The next one; waits for it. None once closed."""
+        with self._changed:
+            while not (self._is_closed or self._wanted or self._ahead):
+                self._changed.wait()
+            if self._is_closed:
+                return None
+            return (self._wanted or self._ahead).popleft()
+
+    def holds_up(self, job: FetchJob) -> bool:
+        """Whether a request waits behind a job that is ahead of its own: other than that one, which gains by it."""
+        return job.is_ahead and any(other.request_id != job.request_id for other in tuple(self._wanted))
 
 
 class BlockReceiver(threading.Thread):
@@ -80,6 +118,7 @@ class BlockReceiver(threading.Thread):
         super().__init__(name=f"blocks-from-{source.name}", daemon=True)
         self.fault: BaseException | None = None
         self.num_blocks = 0
+        self.num_ahead = 0
         self.num_bytes = 0
         self._source = source
         self._identity = identity
@@ -87,7 +126,7 @@ class BlockReceiver(threading.Thread):
         self._clock = clock
         self._deadline_s = deadline_s
         self._died = died
-        self._jobs: queue.SimpleQueue[FetchJob | None] = queue.SimpleQueue()
+        self._jobs = Jobs()
         self._channel: Channel | None = None
         self._avoid_until_s = 0.0
         self._why_avoided = ""
@@ -98,11 +137,11 @@ class BlockReceiver(threading.Thread):
 
     def stop(self) -> None:
         """End after the job in hand."""
-        self._jobs.put(None)
+        self._jobs.close()
 
     def run(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
+            while (job := self._jobs.take()) is not None:
                 job.done(*self._fetch(job))
         except BaseException as fault:
             log.exception("fetching blocks ended on a fault of its own")
@@ -128,6 +167,9 @@ class BlockReceiver(threading.Thread):
             if job.is_cancelled:
                 fetch.give_up("the request ended")
                 break
+            if self._jobs.holds_up(job):
+                fetch.give_up("requests wait for others")
+                break
             try:
                 channel = self._connected(fetch)
             except (PeerError, Refusal) as error:
@@ -137,15 +179,14 @@ class BlockReceiver(threading.Thread):
                 for ask in fetch.asks(self._clock.now()):
                     call_id = next_call_id()
                     numbers[call_id] = ask.number
-                    packed = b"".join(wanted[ask.first : ask.first + ask.num_blocks])
-                    hashes = np.frombuffer(packed, dtype=np.uint8).reshape(ask.num_blocks, HASH_BYTES)
+                    hashes = pack_hashes(wanted[ask.first : ask.first + ask.num_blocks])
                     if not channel.send(KvFetch(), call_id=call_id, tensors=(hashes,)):
                         raise channel.lost_error()
                 self._receive(channel, fetch, numbers, job, wanted)
             except PeerError as error:
                 self._forget_channel()
                 fetch.lost(str(error))
-        if fetch.why and not job.is_cancelled:
+        if fetch.why and not (job.is_cancelled or self._jobs.holds_up(job)):
             self._avoid(fetch)
         return fetch.num_taken, fetch.why
 
@@ -169,6 +210,7 @@ class BlockReceiver(threading.Thread):
                 taken = fetch.came(number, len(blocks.rows), self._clock.now(), is_sound=blocks.is_sound)
                 if taken is not None:
                     self.num_blocks += taken.num_blocks
+                    self.num_ahead += taken.num_blocks if job.is_ahead else 0
                     self.num_bytes += blocks.rows.nbytes + blocks.counts.nbytes
                     job.take(wanted[taken.first : taken.first + taken.num_blocks], blocks)
             case Refused() as refused if number is not None:
@@ -238,6 +280,16 @@ class BlockReceivers:
     def num_blocks(self) -> int:
         """Blocks fetched since the start."""
         return sum(receiver.num_blocks for receiver in self._of.values())
+
+    @property
+    def num_ahead(self) -> int:
+        """Those of them that came while the rest of their prompt was still being computed."""
+        return sum(receiver.num_ahead for receiver in self._of.values())
+
+    @property
+    def sources(self) -> list[str]:
+        """Nodes that blocks came from."""
+        return [source.name for source in self._of]
 
     @property
     def num_bytes(self) -> int:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from edge_runtime.cache.block_pool import BLOCK_SHIFT, BLOCK_TOKENS
-from edge_runtime.cache.prefix import HASH_BYTES
+from edge_runtime.cache.block_pool import BLOCK_TOKENS
+from edge_runtime.cache.prefix import pack_hashes, prompt_hashes
 from edge_runtime.elastic.tiers import Elasticity, tier_of
 from edge_runtime.engine.bill import Account
-from edge_runtime.engine.engine import Ended, Output
+from edge_runtime.engine.engine import Ended, Output, PromptPart
+from edge_runtime.engine.quality import WAYS
 from edge_runtime.engine.request import (
     FinishReason,
     Request,
@@ -34,6 +35,7 @@ from edge_runtime.protocol import (
     Generate,
     Handoff,
     Prefilled,
+    Prefilling,
     Served,
     StillRunning,
     Submit,
@@ -42,7 +44,10 @@ from edge_runtime.protocol import (
     Tokens,
 )
 
-HomeMessage = Tokens | Finished | Failed | Prefilled
+MOST_HASHES = 4096
+"""Of a prompt's blocks that the coordinator is told of: 64 KiB, the most that it takes in one frame."""
+
+HomeMessage = Tokens | Finished | Failed | Prefilled | Prefilling
 
 
 def make_request(
@@ -98,6 +103,7 @@ def make_request(
         trace=generate.trace,
         wants_counts=generate.prefill_only and encoder is None,
         tier=tier,
+        is_handed_on=generate.prefill_only,
     )
 
 
@@ -179,6 +185,8 @@ class HomeRequest:
 
     def take(self, output: Output) -> tuple[list[HomeMessage], bool]:
         """Turn one output into messages; the flag says that the engine should stop this request now."""
+        if output.part is not None:
+            return [Prefilling(self.request.request_id)], False
         messages: list[HomeMessage] = []
         abort = False
         if output.token_id is not None and not self.stopped:
@@ -196,6 +204,11 @@ class HomeRequest:
             elif isinstance(message, Finished | Failed):
                 self.ended = message
         return messages, abort
+
+    def _slots(self, ended: Ended) -> dict[str, int]:
+        """Expert slots of everybody who took part: a node that computed the prompt may have computed no expert of it."""
+        worker = self.handoff.source.name if self.handoff is not None else ""
+        return {self.node: 0} | ({worker: 0} if worker else {}) | dict(ended.slots)
 
     def _role(self, name: str) -> str:
         if name == self.node:
@@ -249,7 +262,7 @@ class HomeRequest:
                         "expert_slots": slots,
                         "share": round(slots / weight, 6),
                     }
-                    for name, slots in ({self.node: 0} | dict(ended.slots)).items()
+                    for name, slots in self._slots(ended).items()
                 },
                 bill=dict(ended.bill),
                 trace=ended.trace,
@@ -258,29 +271,38 @@ class HomeRequest:
         return messages
 
 
-def prefilled_tensors(request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """What goes with Prefilled: counts and hashes."""
-    counts = request.prompt_counts
-    if counts is None:
-        counts = np.empty((0, 0), dtype=np.int16)
-    hashes = request.block_hashes[: len(request.prompt_ids) >> BLOCK_SHIFT]
-    return counts, np.frombuffer(b"".join(hashes), dtype=np.uint8).reshape(len(hashes), HASH_BYTES)
+def prefilled_tensors(request: Request, part: PromptPart | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """What goes with Prefilled: counts and hashes; with Prefilling: those of a part."""
+    if part is None:
+        hashes = prompt_hashes(request.chain_seed, request.prompt_ids, request.block_hashes)
+        part = PromptPart(request.prompt_counts, tuple(hashes))
+    counts = part.counts if part.counts is not None else np.empty((0, 0), dtype=np.int16)
+    return counts, pack_hashes(part.hashes[:MOST_HASHES])
 
 
 def account_of(served: Served) -> Account | None:
     """What a request cost elsewhere; None if nothing usable is said."""
-    found = np.array(served.served, dtype=np.float64)
-    if not served.hosts or found.shape != (2, len(served.hosts)) or not np.isfinite(found).all():
+    found = _finite(served.served, (2, len(served.hosts)))
+    if not served.hosts or found is None:
         return None
-    return Account(found, served.hosts, served.here)
+    traced = _finite(served.trace, (len(served.trace), 1 + len(WAYS)))
+    trace = {int(row[0]): row[1:] for row in traced} if traced is not None else {}
+    return Account(found, served.hosts, served.here, trace)
+
+
+def _finite(numbers: Sequence[Sequence[float]], shape: tuple[int, int]) -> np.ndarray | None:
+    """Numbers that a peer sent as an array; None if they are not so many, or not all finite."""
+    if len(numbers) != shape[0] or any(len(row) != shape[1] for row in numbers):
+        return None
+    found = np.array(numbers, dtype=np.float64).reshape(shape)
+    return found if np.isfinite(found).all() else None
 
 
 def _served(account: Account | None) -> Served:
-    return (
-        Served()
-        if account is None
-        else Served(list(account.host_names), account.served.tolist(), account.here)
-    )
+    if account is None:
+        return Served()
+    trace = [[float(layer), *weights.tolist()] for layer, weights in sorted(account.trace.items())]
+    return Served(list(account.host_names), account.served.tolist(), account.here, trace)
 
 
 def _timing(ended: Ended, num_tokens: int, handoff: Handoff | None = None) -> Timing:

@@ -524,18 +524,20 @@ class Timing(Struct, frozen=True):
 class Served(Struct, frozen=True):
     """What a request cost so far: `hosts` by name, the home first; `served` [2][hosts], gate weight and slots.
 
-    here  gate weight served where its rows were; None: what the first host served
+    here   gate weight served where its rows were; None: what the first host served
+    trace  of a request that asked for it, by layer: its number, and gate weight by `quality.WAYS`
     """
 
     hosts: list[Name] = []
     served: list[list[float]] = []
     here: float | None = None
+    trace: list[list[float]] = []
 
 
 class Handoff(Struct, frozen=True):
     """What another node has done of a request: computed its prompt, and chosen its first token.
 
-    source         that node: it hands on KV blocks as long as it has them
+    source         that node: it hands on KV blocks as long as it has them; without address if it is gone
     cached_tokens  prompt tokens that it found in its KV
     timing         until the first token
     """
@@ -562,7 +564,7 @@ class Prefilled(Message, frozen=True):
     """The prompt is computed and the first token delivered: the request waits for its decode home.
 
     counts  [L, E] int16, how many prompt tokens chose each expert; empty where nothing is counted
-    hashes  [n, 16] uint8, content hashes of the prompt's full blocks, in order
+    hashes  [n, 16] uint8, content hashes of the prompt's blocks, in order, the last one too if it is not full
     """
 
     tensors: ClassVar[tuple[TensorSpec, ...]] = (
@@ -575,6 +577,33 @@ class Prefilled(Message, frozen=True):
     cached_tokens: Count = 0
     timing: Timing = Timing()
     served: Served = Served()
+
+
+class Prefilling(Message, frozen=True):
+    """A part of a prompt is computed that another node will go on with: its blocks may begin to travel.
+
+    counts  [L, E] int16, how many of its tokens so far chose each expert; empty where nothing is counted
+    hashes  [n, 16] uint8, content hashes of its full blocks so far, in order
+    """
+
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (
+        TensorSpec("counts", ("int16",), 2),
+        TensorSpec("hashes", ("uint8",), 2),
+    )
+
+    request_id: Name
+
+
+class FetchAhead(Message, frozen=True):
+    """From the coordinator to the likely home of a request: fetch these blocks of its prompt, the rest of which is computed.
+
+    A Generate for it follows, or an Abort. hashes [n, 16] uint8, content hashes in order
+    """
+
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("hashes", ("uint8",), 2),)
+
+    request_id: Name
+    source: PeerAddress
 
 
 class KvFetch(Message, frozen=True):

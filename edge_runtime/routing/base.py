@@ -37,13 +37,16 @@ class Question(NamedTuple):
 
 
 class Router(Protocol):
-    """Chooses a decode home. May keep a counter or a generator, never a load: that is given."""
+    """Chooses a decode home. May remember what it chose, never a load: that is given."""
 
     needs_signature: bool
     """Whether it can only choose once the prompt has been computed."""
 
     def choose(self, question: Question, loads: Sequence[HomeLoad]) -> int:
         """The place in `loads`, which is not empty, of the home that the request goes to."""
+
+    def took(self, node: str, signature: np.ndarray | None) -> None:
+        """A request with this signature, if that is known, has gone to that home."""
 
 
 def pressure(load: HomeLoad) -> float:

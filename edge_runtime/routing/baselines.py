@@ -6,23 +6,30 @@ Those that draw have a generator of their own, seeded by whoever makes them.
 from collections.abc import Mapping, Sequence
 from random import Random
 
+import numpy as np
+
 from edge_runtime.routing.base import HomeLoad, Question, pressure
 
 
-class LeastPressure:
-    """The home with the least pressure; the first of equals."""
+class _Heedless:
+    """Looks at no signature, so it chooses before there is one, and learns nothing from what became of it."""
 
     needs_signature = False
+
+    def took(self, node: str, signature: np.ndarray | None) -> None:
+        """See Router."""
+
+
+class LeastPressure(_Heedless):
+    """The home with the least pressure; the first of equals."""
 
     def choose(self, question: Question, loads: Sequence[HomeLoad]) -> int:
         """See Router."""
         return min(range(len(loads)), key=lambda place: pressure(loads[place]))
 
 
-class RoundRobin:
+class RoundRobin(_Heedless):
     """One after the other."""
-
-    needs_signature = False
 
     def __init__(self) -> None:
         self._turn = 0
@@ -34,10 +41,8 @@ class RoundRobin:
         return place
 
 
-class RandomChoice:
+class RandomChoice(_Heedless):
     """Any home."""
-
-    needs_signature = False
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -47,10 +52,8 @@ class RandomChoice:
         return self._random.randrange(len(loads))
 
 
-class ShortestQueue:
+class ShortestQueue(_Heedless):
     """A home with the fewest requests in flight; chance decides among equals."""
-
-    needs_signature = False
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -60,10 +63,8 @@ class ShortestQueue:
         return _shortest(self._random, loads, range(len(loads)))
 
 
-class PowerOfTwo:
+class PowerOfTwo(_Heedless):
     """Of two different homes drawn at random the one with fewer requests; the first drawn wins a tie."""
-
-    needs_signature = False
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -76,14 +77,12 @@ class PowerOfTwo:
         return second if loads[second].in_flight < loads[first].in_flight else first
 
 
-class DomainOracle:
+class DomainOracle(_Heedless):
     """Homes of their own for each frequent domain, by labels that only an experiment has.
 
     shares  domain -> its share of the requests. A domain with at least 1/H of them gets a pool of homes, by largest
             remainder; the other domains have what is left together
     """
-
-    needs_signature = False
 
     def __init__(self, shares: Mapping[str, float], num_homes: int, seed: int) -> None:
         self._random = Random(seed)

@@ -49,6 +49,16 @@ class SignatureFit:
             return None
         return demand_by_cluster(self.decode_counts, clusters.labels, len(clusters.centroids))
 
+    def assign(self, centroids: Floats, resident: np.ndarray | None) -> Labels | None:
+        """The cluster of each home for centroids [H, dim] that were found since, by what their like used in calibration.
+
+        resident  [H, L, E] whether each home holds each expert. None where it is not known, all hold all, or no use was kept
+        """
+        if resident is None or self.decode_counts is None or resident.all():
+            return None
+        labels = (self.signatures @ centroids.T).argmax(axis=1)
+        return assign_to_homes(demand_by_cluster(self.decode_counts, labels, len(centroids)), resident)
+
 
 def band_for(
     fit: SignatureFit,

@@ -1,13 +1,15 @@
 """Follow what is asked: clusters made anew from the latest signatures, beginning with those in use. Pure; off by default.
 
-Homes keep what they have become as far as can be: each gets the new cluster that is nearest to its own.
+Homes that do not hold all experts get the clusters whose experts they hold; where that makes no difference they keep what they
+have become as far as can be, and each gets the new cluster that is nearest to its own.
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
-from edge_runtime.routing.clusters import fit_clusters
+from edge_runtime.routing.clusters import Labels, fit_clusters
 from edge_runtime.routing.locality_band import LocalityBand
 from edge_runtime.routing.signature import Floats
 
@@ -44,10 +46,18 @@ class SignatureWindow:
         return np.stack([signature for _, signature in self._seen])
 
 
-def follow(band: LocalityBand, signatures: Floats) -> LocalityBand:
-    """A band over clusters of these signatures, each home with the one most like its own."""
+def follow(
+    band: LocalityBand, signatures: Floats, assign: Callable[[Floats], Labels | None] = lambda centroids: None
+) -> LocalityBand:
+    """A band over clusters of these signatures.
+
+    assign  the cluster of each home for these centroids by what homes hold; None where that tells nothing: then each home
+            gets the one most like its own
+    """
     from scipy.optimize import linear_sum_assignment
 
     found = fit_clusters(signatures, len(band.centroids), start=band.centroids)
-    _, clusters = linear_sum_assignment(-(band.centroids @ found.centroids.T))
+    clusters = assign(found.centroids)
+    if clusters is None:
+        _, clusters = linear_sum_assignment(-(band.centroids @ found.centroids.T))
     return LocalityBand(found.centroids[clusters], band.home_of, band.rule)

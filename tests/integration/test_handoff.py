@@ -67,6 +67,31 @@ def test_blocks_travel_once_and_prompts_that_begin_alike_are_computed_once(separ
     assert separate.status()["routing"]["homes"][again["home"]]["hit_blocks"] > 0
 
 
+def test_blocks_travel_while_the_rest_of_their_prompt_is_computed(separate: LocalCluster) -> None:
+    def ahead() -> float:
+        return sum(separate.node(name)["report"]["numbers"].get("blocks_fetched_ahead", 0) for name in HOMES)
+
+    before = ahead()
+    prompts = [f"Number {number} of them: {BEGINNING * 4}" for number in range(4)]
+    found = separate.answers([{"prompt": prompt, "max_tokens": 8} for prompt in prompts])
+    assert all(len(answer["token_ids"]) == 8 for answer in found)
+    wait_for(lambda: ahead() > before, "blocks came to a home before their prompt was computed")
+    separate.wait_until_idle()
+
+
+def test_a_trace_tells_of_prompt_and_answer_and_of_everybody_who_took_part(separate: LocalCluster) -> None:
+    answer = separate.answer(PROMPTS[1], "--max-tokens", "6", "--trace")
+    roles = [node["role"] for node in answer["nodes"].values()]
+    assert roles.count("home") == roles.count("prefill") == 1
+    slots = sum(node["expert_slots"] for node in answer["nodes"].values())
+    assert slots == (answer["usage"]["prompt_tokens"] - answer["usage"]["cached_tokens"] + 5) * 6 * 4
+    assert [entry["layer"] for entry in answer["trace"]] == list(range(6))
+    for way in ("exact_here", "exact_elsewhere"):
+        assert sum(entry[way] for entry in answer["trace"]) / 6 == pytest.approx(
+            answer["bill"][way], abs=1e-3
+        )
+
+
 @pytest.mark.parametrize("role", ["prefill", "home"])
 def test_either_side_may_be_killed_while_answers_run(separate: LocalCluster, role: str) -> None:
     separate.wait_until_ready()

@@ -58,3 +58,10 @@ def test_sums_pass_what_a_byte_holds():
 def test_blocks_whose_counts_would_not_fit_are_refused(block_tokens):
     with pytest.raises(ConfigError, match=f"KV blocks have {block_tokens} tokens"):
         SignatureCache(4, 2, 8, max_rows=8, block_tokens=block_tokens)
+
+
+def test_of_a_prompt_that_no_int16_counts_the_first_tokens_are_counted():
+    cache = SignatureCache(2, 1, 2, max_rows=8)
+    cache.counts[0], cache.counts[1] = 16, 5
+    found = cache.total([0] * 2047 + [1] * 500)
+    assert found.dtype == np.int16 and found.tolist() == [[32752, 32752]]

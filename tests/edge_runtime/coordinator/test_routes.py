@@ -64,9 +64,9 @@ def test_eldr_without_a_calibration_is_refused_in_one_sentence():
 
 
 def test_like_goes_to_like_unless_load_differs_and_the_band_allows():
-    routes = Routes(separated("eldr"), PARTS, fit(), seed=1)
-    low = routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16), 0.0)
-    high = routes.signature(np.array([[0, 0, 9, 9]] * 2, dtype=np.int16), 0.0)
+    routes = Routes(separated("eldr", tau=0.1), PARTS, fit(), seed=1)
+    low = routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16))
+    high = routes.signature(np.array([[0, 0, 9, 9]] * 2, dtype=np.int16))
     first, second = routes.choose_home(loads(0, 0), low), routes.choose_home(loads(0, 0), high)
     assert {first, second} == {"a", "b"}
     busy = loads(9, 0) if first == "a" else loads(0, 9)
@@ -87,8 +87,8 @@ def test_a_fit_for_another_number_of_homes_is_made_anew_and_said_so():
 
 def test_counts_of_another_model_give_no_signature():
     routes = Routes(separated("eldr"), PARTS, fit(), seed=1)
-    assert routes.signature(np.zeros((0, 0), dtype=np.int16), 0.0) is None
-    assert routes.signature(np.zeros((3, 4), dtype=np.int16), 0.0) is None
+    assert routes.signature(np.zeros((0, 0), dtype=np.int16)) is None
+    assert routes.signature(np.zeros((3, 4), dtype=np.int16)) is None
 
 
 def test_homes_hold_the_experts_of_their_clusters_if_the_placement_knows_them():
@@ -103,7 +103,7 @@ def test_homes_hold_the_experts_of_their_clusters_if_the_placement_knows_them():
     signatures = {"a": traits.by_cluster[0], "b": traits.by_cluster[1]}
     for home, demand in signatures.items():
         counts = (demand * 100).astype(np.int16)
-        assert routes.choose_home(loads(0, 0), routes.signature(counts, 0.0)) == home
+        assert routes.choose_home(loads(0, 0), routes.signature(counts)) == home
     assert routes.joint(["a", "b"], None) == (None, None)
 
 
@@ -122,9 +122,7 @@ def test_a_placement_that_is_there_already_decides_which_home_gets_which_cluster
         routes = Routes(wanted, PARTS, fit(), seed=1)
         routes.follow(wanted, replace(placement, nodes=tuple(nodes)))
         swapped.append(
-            routes.choose_home(
-                loads(0, 0), routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16), 0.0)
-            )
+            routes.choose_home(loads(0, 0), routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16)))
         )
     assert swapped == ["a", "b"]
 
@@ -194,7 +192,8 @@ def test_clusters_follow_what_is_asked_only_where_that_is_wanted():
         for tick in range(60):
             counts = np.zeros((2, 4), dtype=np.int16)
             counts[:, (0, 3) if tick % 2 else (1, 2)] = rng.integers(5, 9, (2, 2))
-            signature = routes.signature(counts, tick / 10)
+            signature = routes.signature(counts)
+            routes.see(signature, tick / 10)
             if tick < 50:
                 assert routes.refit_due(tick / 10) is None, "a whole window has not passed"
         refit = routes.refit_due(6.0)
@@ -202,7 +201,7 @@ def test_clusters_follow_what_is_asked_only_where_that_is_wanted():
         if refit is not None:
             refit()
             assert routes.refit_due(6.1) is None, "not again so soon"
-            other = routes.signature(np.array([[0, 7, 7, 0]] * 2, dtype=np.int16), 6.0)
+            other = routes.signature(np.array([[0, 7, 7, 0]] * 2, dtype=np.int16))
             homes = {routes.choose_home(loads(0, 0), each) for each in (signature, other)}
             assert homes == {"a", "b"}, "kinds of requests that calibration did not know go apart"
 
@@ -210,7 +209,7 @@ def test_clusters_follow_what_is_asked_only_where_that_is_wanted():
 def test_requests_that_are_all_alike_change_no_clusters():
     routes = Routes(separated("eldr", refit=True), PARTS, fit(), seed=1)
     for tick in range(60):
-        routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16), tick / 10)
+        routes.see(routes.signature(np.array([[9, 9, 0, 0]] * 2, dtype=np.int16)), tick / 10)
     before = routes.body()
     routes.refit_due(6.0)()
     assert routes.body() == before
@@ -226,7 +225,7 @@ def test_a_request_goes_to_its_tiers_lane_and_in_it_where_its_like_are():
     four = [HomeLoad(name, 0, 8) for name in "abcd"]
     routes.follow_lanes(four, 0.0)
     counts = [np.array([row] * 2, dtype=np.int16) for row in ([9, 9, 0, 0], [0, 0, 9, 9])]
-    signatures = [routes.signature(each, 0.0) for each in counts]
+    signatures = [routes.signature(each) for each in counts]
     for signature in signatures:
         assert routes.choose_home(four, signature, tier=4) in "ab"
         assert routes.choose_home(four, signature, tier=0) in "cd"
@@ -259,3 +258,49 @@ def test_lanes_follow_the_file_and_need_experts_that_are_split():
     routes.follow(plain, None)
     assert "lanes" not in routes.body() and routes.choose_home(loads(1, 0), tier=4) == "b"
     assert "lanes" not in Routes(wanted, PARTS, None, seed=1).body()
+
+
+def holding(placement, kinds: list[int]):
+    """A placement whose homes hold the experts of requests of these kinds."""
+    held = [[0, 1], [2, 3]]
+    nodes = list(placement.nodes)
+    expert = type(placement.nodes[1].experts[0])
+    for place, kind in enumerate(kinds, 1):
+        experts = tuple(expert(layer, index) for layer in (0, 1) for index in held[kind])
+        nodes[place] = replace(nodes[place], experts=experts)
+    return replace(placement, nodes=tuple(nodes))
+
+
+@pytest.mark.parametrize("kinds", [[0, 1], [1, 0]])
+def test_clusters_that_follow_what_is_asked_go_where_their_experts_are(kinds):
+    wanted = separated("eldr", refit=True, tau=0.0)
+    routes = Routes(wanted, PARTS, fit(), seed=1)
+    routes.follow(wanted, holding(plan_placement(wanted, PARTS), kinds))
+    rng = np.random.default_rng(5)
+    for tick in range(60):
+        counts = rng.integers(0, 2, (2, 4)).astype(np.int16)
+        counts[:, (0, 1) if tick % 2 else (2, 3)] += rng.integers(5, 9, (2, 2)).astype(np.int16)
+        routes.see(routes.signature(counts), tick / 10)
+    routes.refit_due(6.0)()
+    low = routes.signature(np.array([[7, 7, 0, 1]] * 2, dtype=np.int16))
+    assert routes.choose_home(loads(0, 0), low) == ("a" if kinds == [0, 1] else "b")
+
+
+def test_when_homes_come_and_go_each_gets_the_cluster_of_what_it_holds():
+    """Three homes, then two: clusters for the number there is, each at the home that has its experts."""
+    three = cluster("p", "a", "b", "c")
+    roles = (frozenset({"prefill"}), *[frozenset({"decode", "experts"})] * 3)
+    nodes = tuple(replace(node, roles=role) for node, role in zip(three.nodes, roles, strict=True))
+    three = replace(three, nodes=nodes, routing=Routing(policy="eldr", tau=0.0))
+    two = replace(three, nodes=(nodes[0], nodes[2], nodes[3]))
+    routes = Routes(three, PARTS, fit(3), seed=1)
+    high = np.array([[0, 0, 9, 9]] * 2, dtype=np.int16)
+    for kinds, home in (([0, 0, 1], "c"), ([1, 0, 0], "a")):
+        routes.follow(three, holding(plan_placement(three, PARTS), kinds))
+        idle = [HomeLoad(name, 0, 8) for name in "abc"]
+        assert routes.choose_home(idle, routes.signature(high)) == home
+    for kinds, home in (([0, 1], "c"), ([1, 0], "b")):
+        routes.follow(two, holding(plan_placement(two, PARTS), kinds))
+        idle = [HomeLoad(name, 0, 8) for name in "bc"]
+        assert routes.choose_home(idle, routes.signature(high)) == home
+        assert routes.body()["centroids"] == 2

@@ -11,11 +11,14 @@ import pytest
 from edge_runtime.protocol import (
     Abort,
     Accepted,
+    Failed,
+    FetchAhead,
     Finished,
     Generate,
     HeartbeatReply,
     PeersChanged,
     Prefilled,
+    Prefilling,
     Served,
     Stopping,
     Tokens,
@@ -155,3 +158,91 @@ def test_an_abort_reaches_whoever_has_the_request(scene, when):
     node.send(Finished("r1", "abort"))
     assert scene.client.next(Finished, skip=(Accepted, Tokens)).finish_reason == "abort"
     assert all(entry["in_flight"] == 0 for entry in scene.client.status()["nodes"])
+
+
+HASHES = np.arange(48, dtype=np.uint8).reshape(3, 16)
+
+
+def computed(worker: FakeNode, request_id: str, num_blocks: int) -> None:
+    """Word that a part of the prompt is computed."""
+    counts = np.zeros((2, 4), np.int16)
+    assert worker.channel.send(Prefilling(request_id), tensors=(counts, HASHES[:num_blocks]))
+
+
+def told_ahead(homes: list[FakeNode]) -> tuple[FakeNode, FetchAhead, int]:
+    """The home that is to fetch, what it was told, and how many blocks."""
+    for node in homes:
+        while (envelope := node.channel.receive(0.5)) is not None:
+            if isinstance(envelope.message, FetchAhead):
+                return node, envelope.message, len(envelope.tensors[0])
+    raise AssertionError("none of them was told to fetch")
+
+
+def test_a_home_fetches_while_the_prompt_is_computed_and_is_the_one_that_goes_on(scene):
+    scene.client.submit("r1")
+    worker, _ = scene.at_work(scene.workers)
+    computed(worker, "r1", 1)
+    home, told, count = told_ahead(scene.homes)
+    assert (told.request_id, told.source.name, count) == ("r1", worker.name, 1)
+    computed(worker, "r1", 3)
+    again, _, count = told_ahead([home])
+    assert again is home and count == 3, "the same home, all blocks so far"
+    prefilled(worker, "r1")
+    found, asked = scene.at_work(scene.homes)
+    assert found is home and asked.handoff.source.name == worker.name
+
+
+@pytest.mark.parametrize("how", ["aborted", "over with one token", "given up by its worker"])
+def test_nobody_goes_on_fetching_for_a_request_that_has_ended(scene, how):
+    scene.client.submit("r1")
+    worker, _ = scene.at_work(scene.workers)
+    computed(worker, "r1", 1)
+    home, *_ = told_ahead(scene.homes)
+    if how == "aborted":
+        scene.client.send(Abort("r1"))
+    elif how == "over with one token":
+        worker.tell("r1", 0)
+        worker.finish("r1", 1)
+    else:
+        worker.send(Failed("r1", "user", "request", "it is too long"))
+    assert home.next(Abort, skip=MINE).request_id == "r1"
+
+
+def test_a_home_that_goes_while_it_fetches_is_replaced_when_more_is_computed(scene):
+    scene.client.submit("r1")
+    worker, _ = scene.at_work(scene.workers)
+    computed(worker, "r1", 1)
+    home, *_ = told_ahead(scene.homes)
+    home.send(Stopping("on purpose"))
+    [other] = [node for node in scene.homes if node is not home]
+    other.next(PeersChanged, skip=MINE[1:])
+    computed(worker, "r1", 3)
+    assert told_ahead([other])[2] == 3
+    prefilled(worker, "r1")
+    assert scene.at_work([other])[0] is other
+
+
+def test_a_worker_that_goes_between_two_parts_is_replaced_and_nothing_is_fetched_of_it(scene):
+    scene.client.submit("r1")
+    worker, _ = scene.at_work(scene.workers)
+    computed(worker, "r1", 1)
+    told_ahead(scene.homes)
+    worker.send(Stopping("on purpose"))
+    [other] = [node for node in scene.workers if node is not worker]
+    assert scene.at_work([other])[1].prefill_only
+    prefilled(other, "r1")
+    _, asked = scene.at_work(scene.homes)
+    assert asked.handoff.source.name == other.name
+
+
+def test_parts_of_requests_that_run_elsewhere_or_nowhere_are_ignored(scene):
+    scene.client.submit("r1")
+    worker, _ = scene.at_work(scene.workers)
+    computed(scene.homes[0], "r1", 1)
+    computed(worker, "stranger", 1)
+    prefilled(worker, "r1")
+    computed(worker, "r1", 1)
+    home, _ = scene.at_work(scene.homes)
+    home.finish("r1", 2)
+    assert scene.client.next(Finished, skip=(Accepted, Tokens)).completion_tokens == 2
+    assert all(node["in_flight"] == 0 for node in scene.client.status()["nodes"])

@@ -12,7 +12,7 @@ from edge_runtime.cache.block_store import Blocks, BlockStore
 from edge_runtime.clock import SystemClock
 from edge_runtime.errors import Refusal
 from edge_runtime.node.expert_service import ExpertService
-from edge_runtime.node.handoff import BlockReceivers, FetchJob, answer_fetch
+from edge_runtime.node.handoff import BlockReceivers, FetchJob, Jobs, answer_fetch
 from edge_runtime.protocol import Hello, KvBlocks, KvFetch, PeerAddress, Welcome
 from edge_runtime.transport.endpoint import Server
 from tests.support.block_stores import NAMES, filled, store
@@ -137,3 +137,62 @@ def test_another_node_than_was_named_is_not_believed():
 def test_questions_out_of_range_are_refused(hashes):
     with pytest.raises(Refusal, match="hands on 1 to 1024 blocks at a time, named by 16 bytes each"):
         answer_fetch(store(), hashes, "source")
+
+
+def job(request_id: str, *, is_ahead: bool = False) -> FetchJob:
+    return FetchJob(request_id, [], store(), ignore, ignore, is_ahead=is_ahead)
+
+
+def test_requests_that_wait_go_before_those_that_are_still_computed():
+    jobs = Jobs()
+    ahead, same, other = job("a", is_ahead=True), job("a"), job("b")
+    jobs.put(ahead)
+    assert jobs.take() is ahead and not jobs.holds_up(ahead)
+    jobs.put(same)
+    assert not jobs.holds_up(ahead), "its own request gains by it"
+    jobs.put(other)
+    assert jobs.holds_up(ahead) and not jobs.holds_up(same)
+    jobs.put(later := job("c", is_ahead=True))
+    assert [jobs.take() for _ in range(3)] == [same, other, later]
+    jobs.put(job("d"))
+    jobs.close()
+    assert jobs.take() is None, "nobody waits for what is left when all ends"
+
+
+def test_a_fetch_for_nobody_yet_gives_way_and_what_came_is_not_fetched_again():
+    """The source answers slowly; while one fetches ahead, another request comes that needs other blocks of it."""
+    blocks = filled(NAMES[:6])
+    target = store(12)
+    came = threading.Event()
+    asked_for: list[int] = []
+
+    def answer(hashes: np.ndarray) -> Blocks:
+        asked_for.append(len(hashes))
+        came.wait(SOON_S)
+        return blocks.read([row.tobytes() for row in hashes])
+
+    ended: queue.SimpleQueue[tuple[str, int, str]] = queue.SimpleQueue()
+
+    def fetch_job(name: str, hashes: Sequence[bytes], *, is_ahead: bool) -> FetchJob:
+        return FetchJob(
+            name,
+            hashes,
+            target,
+            lambda *taken: target.take(*taken),
+            lambda count, why: ended.put((name, count, why)),
+            is_ahead=is_ahead,
+        )
+
+    receivers = BlockReceivers(HOME, None, CLOCK, deadline_s=SOON_S, died=ignore)
+    with false_source(answer) as source:
+        receivers.fetch(source, fetch_job("a", NAMES[:4], is_ahead=True))
+        receivers.fetch(source, fetch_job("b", NAMES[4:6], is_ahead=False))
+        came.set()
+        found = {name: (count, why) for name, count, why in (ended.get(timeout=SOON_S) for _ in range(2))}
+        assert found["b"] == (2, "")
+        assert found["a"][1] in ("", "requests wait for others")
+        receivers.fetch(source, fetch_job("a", NAMES[:4], is_ahead=False))
+        assert ended.get(timeout=SOON_S)[2] == ""
+    receivers.stop(SOON_S)
+    assert target.missing(NAMES[:4]) == 4 and receivers.fault is None
+    assert receivers.num_ahead <= receivers.num_blocks == 6
