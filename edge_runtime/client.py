@@ -208,16 +208,22 @@ class Client:
         on_wait: Callable[[str], None] = lambda line: None,
         idle_s: float = IDLE_S,
         lost_s: float = LOST_S,
+        after_s: Sequence[float] = (),
     ) -> list[Answer]:
-        """Submit all prompts at once and return their answers in the same order.
+        """Submit all prompts and return their answers in the same order.
 
         wait_ready_s  how long a cluster that is still loading is waited for
         on_tokens     called as tokens come; on_wait with a line after every 2 s in which nothing came
         lost_s        how long a coordinator that goes away is waited for; its answers go on where they were
+        after_s       when each is submitted, seconds from now; without it all at once
         Raises ClusterError when the coordinator goes away for good, or when nothing comes for `idle_s`.
         """
         now = self._clock.now()
-        answers = [Answer(uuid.uuid4().hex, prompt, now, retry_at_s=now) for prompt in prompts]
+        due_s = [now + each for each in after_s] or [now] * len(prompts)
+        answers = [
+            Answer(uuid.uuid4().hex, prompt, due, retry_at_s=due)
+            for prompt, due in zip(prompts, due_s, strict=True)
+        ]
         by_id = {answer.request_id: answer for answer in answers}
         give_up_s = now + wait_ready_s
         heard_s = said_s = now
@@ -227,7 +233,9 @@ class Client:
                 try:
                     self._submit_due(answers, now)
                     self._attach_due(answers, now)
-                    message = self._receive()
+                    message = self._receive(
+                        min((a.retry_at_s - now for a in answers if not a.submitted), default=1.0)
+                    )
                 except _CoordinatorGone as gone:
                     self._come_back(answers, lost_s, gone, on_wait)
                     heard_s = said_s = self._clock.now()
@@ -266,8 +274,8 @@ class Client:
                 raise _CoordinatorGone(f"the coordinator at {self.address} cannot be reached: {sent.value}")
             answer.submitted = bool(sent)  # a full queue empties as answers come
 
-    def _receive(self) -> Message | None:
-        envelope = self._channel.receive(RECEIVE_S)
+    def _receive(self, due_s: float) -> Message | None:
+        envelope = self._channel.receive(min(RECEIVE_S, max(due_s, 0.001)))
         if envelope is None:
             if self._channel.is_lost():
                 raise _CoordinatorGone(f"the coordinator at {self.address} went away while it was answering")

@@ -10,6 +10,7 @@ from testbed.bench_cli import Several, bench
 from testbed.corpus_cli import corpus
 from testbed.experiment_cli import stand_ins
 from testbed.quality_cli import quality
+from testbed.routing_cli import routing, routing_daemons
 
 HERE = Path(__file__).resolve().parent
 
@@ -25,6 +26,8 @@ def testbed() -> None:
 
 testbed.add_command(corpus)
 testbed.add_command(quality)
+testbed.add_command(routing)
+testbed.add_command(routing_daemons)
 testbed.add_command(stand_ins)
 
 
@@ -193,87 +196,6 @@ def plans(topology: Path, streams: tuple[int, ...], rounds: int, as_json: bool) 
         topology, streams, rounds, SystemClock(), lambda line: click.echo(line, err=True)
     )
     click.echo(json.dumps([asdict(cell) for cell in cells]) if as_json else measured_plans.table(cells))
-
-
-@testbed.command(
-    epilog="\b\nExample:\n  edge-runtime testbed routing --model testbed/models/edge-moe-demo --corpus corpus --homes 8\n"
-    "  edge-runtime testbed routing --geometry qwen3-30b-a3b --homes 16 --csv routing.csv"
-)
-@click.option(
-    "--model", type=click.Path(path_type=Path), default=None, help="Model whose gates are recorded."
-)
-@click.option(
-    "--corpus", type=click.Path(path_type=Path), default=None, help="Labelled text: DOMAIN/*.jsonl."
-)
-@click.option(
-    "--geometry", default=None, help="Draw traces for a published model's gates instead of recording."
-)
-@click.option("--homes", default=8, show_default=True, type=click.IntRange(2, 512), help="Decode homes.")
-@click.option(
-    "--load",
-    "loads",
-    multiple=True,
-    type=click.FloatRange(0.5, 64),
-    help="Requests per home; again and again.",
-)
-@click.option("--workload", "only", multiple=True, help="Only this mix; default: all.")
-@click.option(
-    "--policy", "policies", multiple=True, help="Only this router; default: all, and the ablations."
-)
-@click.option("--seeds", default=5, show_default=True, type=click.IntRange(1), help="Runs of each.")
-@click.option(
-    "--requests", default=600, show_default=True, type=click.IntRange(50), help="Requests of each run."
-)
-@click.option(
-    "--traces", type=click.Path(path_type=Path), default=None, help="Folder to keep recorded traces in."
-)
-@click.option("--csv", "csv_path", type=click.Path(path_type=Path), default=None, help="Every run on a line.")
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), default=None, help="Draw to this file.")
-def routing(
-    model: Path | None,
-    corpus: Path | None,
-    geometry: str | None,
-    homes: int,
-    loads: tuple[float, ...],
-    only: tuple[str, ...],
-    policies: tuple[str, ...],
-    seeds: int,
-    requests: int,
-    traces: Path | None,
-    csv_path: Path | None,
-    plot_path: Path | None,
-) -> None:
-    """Compare routers by replaying what gates chose: recorded from a model, or drawn as far apart as published."""
-    from testbed import route_experiment as experiment
-    from testbed.route_sources import drawn_sources, recorded_sources
-
-    if (geometry is None) == (model is None or corpus is None):
-        raise click.UsageError("give either --model and --corpus, or --geometry")
-    say = lambda line: click.echo(line, err=True)  # noqa: E731
-    if geometry is not None:
-        source = drawn_sources(geometry)
-    else:
-        assert model is not None and corpus is not None, "checked above"
-        source = recorded_sources(model, corpus, traces, say)
-    say(source.about)
-    rows = experiment.run_table(
-        source.fit,
-        source.serve,
-        num_homes=homes,
-        loads=loads or (8.0, 12.0),
-        seeds=seeds,
-        costs=source.costs,
-        num_requests=requests,
-        model_layers=source.model_layers,
-        only=only,
-        policies=policies,
-        say=say,
-    )
-    click.echo(experiment.table(rows))
-    if csv_path is not None:
-        experiment.write_csv(rows, csv_path)
-    if plot_path is not None:
-        experiment.plot(rows, plot_path)
 
 
 @testbed.command(

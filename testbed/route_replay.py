@@ -57,6 +57,9 @@ class Outcome(NamedTuple):
     """What one replay measured; latencies in milliseconds.
 
     distinct        experts that a layer of a decode step touches, mean over steps
+    saved           share of distinct experts that steps touch less than batches of their size drawn from the whole mix
+    gap             the same as a share of what batches of one domain save; each row counts once, so that many small
+                    batches are not taken for good ones
     batch           rows of a decode step, mean
     remote_calls    experts per decoded token, over all layers, that its home does not hold
     imbalance       largest number of requests in flight at a home over the mean one, averaged over decisions
@@ -69,6 +72,35 @@ class Outcome(NamedTuple):
     batch: float
     remote_calls: float
     imbalance: float
+    saved: float = 0.0
+    gap: float = 0.0
+
+
+class Curves(NamedTuple):
+    """Distinct experts of a layer in batches of 0, 1, 2 ... rows: drawn from the whole mix, and from one domain of it."""
+
+    mixed: np.ndarray
+    alone: np.ndarray
+
+
+def curves(
+    traces: Traces, shares: np.ndarray, most: int, rng: np.random.Generator, *, trials: int = 200
+) -> Curves:
+    """What batches of up to `most` rows touch. shares: weight of each domain."""
+    _, L, E = traces.prefill.shape
+    weights = shares * np.array([(traces.domain == index).any() for index in range(len(traces.domains))])
+    weights = weights / weights.sum()
+    members = [np.flatnonzero(traces.domain == index) for index in range(len(traces.domains))]
+    found = np.zeros((2, most + 1))
+    for _ in range(trials):
+        for kind in (0, 1):
+            domains = rng.choice(len(members), size=most, p=weights)
+            used = np.zeros((L, E), dtype=bool)
+            for row in range(most):
+                choices = traces.choices[rng.choice(members[domains[row if kind == 0 else 0]])]
+                used[np.arange(L)[:, None], choices[rng.integers(len(choices))]] = True
+                found[kind, row + 1] += used.sum() / L
+    return Curves(*(found / trials))
 
 
 def arrivals(
@@ -98,8 +130,11 @@ def replay(
     model_layers: int = 0,
     resident: np.ndarray | None = None,
     warm_up: float = 0.2,
+    compared: Sequence[Curves] = (),
 ) -> Outcome:
     """Run a workload to its end.
+
+    compared      what steps are held against: of the first half of the workload, and of the second; of 0 to `slots` rows
 
     signatures    [N, dim] of all traces, as the router wants them
     model_layers  layers that costs count for, where fewer were recorded
@@ -116,7 +151,7 @@ def replay(
     first_s = [0.0] * len(workload)
     tpot: list[float] = []
     ttft: list[float] = []
-    steps: list[tuple[float, int]] = []
+    steps: list[tuple[float, int, float]] = []  # distinct experts, rows, when
     remote = tokens = 0
     imbalance: list[float] = []
     events: list[tuple[float, int, str, int]] = []  # time, order, what, of whom
@@ -153,7 +188,7 @@ def replay(
             + layers * costs.per_expert * (costs.base_experts + distinct)
             + wait
         )
-        steps.append((distinct, len(home.running)))
+        steps.append((distinct, len(home.running), now))
         home.is_stepping = True
         heapq.heappush(events, (now + took, order, "stepped", place))
         order += 1
@@ -169,6 +204,7 @@ def replay(
             domain = traces.domains[traces.domain[arrival.trace]]
             place = router.choose(Question(signatures[arrival.trace], domain), loads)
             homes[place].waiting.append(who)
+            router.took(homes[place].name, signatures[arrival.trace])
             mean = sum(home.in_flight for home in homes) / num_homes
             if who >= counts_from:
                 imbalance.append(max(home.in_flight for home in homes) / max(mean, 1.0))
@@ -185,14 +221,25 @@ def replay(
                 tpot.append((now - first_s[number]) / progress[number])
         home.running = still
         step(who, now)
-    late = steps[int(warm_up * len(steps)) :]
+    late = np.array(steps[int(warm_up * len(steps)) :])
+    distinct, rows = late[:, 0], late[:, 1].astype(int)
+    saved = gap = 0.0
+    if compared:
+        is_second = late[:, 2] >= workload[len(workload) // 2].at_s
+        mixed, alone = (
+            np.where(is_second, compared[-1][kind][rows], compared[0][kind][rows]) for kind in (0, 1)
+        )
+        saved = 1.0 - float((rows * distinct).sum() / (rows * mixed).sum())
+        gap = float((rows * (mixed - distinct)).sum() / max((rows * (mixed - alone)).sum(), 1e-9))
     p50, p99 = np.percentile(tpot, [50, 99]) * 1e3
     return Outcome(
         float(p50),
         float(p99),
         float(np.median(ttft)) * 1e3,
-        float(np.mean([distinct for distinct, _ in late])),
-        float(np.mean([rows for _, rows in late])),
+        float(distinct.mean()),
+        float(rows.mean()),
         remote / max(tokens, 1),
         float(np.mean(imbalance)),
+        saved,
+        gap,
     )

@@ -45,9 +45,16 @@ class HostedExperts(ExpertPort, Protocol):
         """Whether what is missing now may have a host soon: the step is better tried again than failed."""
 
 
+LOOK_EVERY = 16  # steps: a look costs 10 us a layer
+
+
 @dataclass
 class StepTimes:
-    """Seconds spent since the start, by part of a step."""
+    """Seconds spent since the start, by part of a step.
+
+    touched_layers, touched_rows, touched_experts  of every 16th decode step its layers with experts, their rows, and the
+                                                   distinct experts that these chose, each summed over the layers
+    """
 
     plan: float = 0.0
     rows: float = 0.0
@@ -57,6 +64,9 @@ class StepTimes:
     sample: float = 0.0
     steps: int = 0
     rows_computed: int = 0
+    touched_layers: int = 0
+    touched_rows: int = 0
+    touched_experts: int = 0
 
 
 class StepResult(NamedTuple):
@@ -241,6 +251,7 @@ class Runner:
             row_tiers = tiers[rows.row_request.long()]
             self.dropped.begin_step(rows.row_request.numpy(), num_slices)
         local_layers, num_slots = 0, 0
+        is_looked_at = times.steps % LOOK_EVERY == 0 and len(rows.positions) == num_slices
         for layer in range(self.first_layer, self.last_layer):
             began = now()
             x, expert_ids, gate_weights = self.decoder.attention_segment(layer, hidden, batch)
@@ -259,6 +270,10 @@ class Runner:
             if expert_ids is None or gate_weights is None:  # a dense layer
                 continue
             num_slots = expert_ids.shape[1]
+            if is_looked_at:
+                times.touched_layers += 1
+                times.touched_rows += len(expert_ids)
+                times.touched_experts += len(np.unique(expert_ids.numpy()))
             hosts = self.port.served_by()
             routed = self.decoder.routed
             if books is not None and books.is_traced and routed is None:

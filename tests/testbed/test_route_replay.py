@@ -5,7 +5,9 @@ import pytest
 
 from edge_runtime.routing.baselines import RoundRobin, ShortestQueue
 from testbed.route_experiment import Bench, Row, run_table, table, workloads, write_csv
-from testbed.route_replay import Arrival, Costs, arrivals, replay
+from testbed.route_overhead import overheads
+from testbed.route_overhead import table as overhead_table
+from testbed.route_replay import Arrival, Costs, arrivals, curves, replay
 from testbed.route_traces import Geometry, Traces, load, save, saving, synthetic
 
 SMALL = Geometry("small", 8, 32, 4, fewer=0.25, correlation=0.9, layers=2)
@@ -97,3 +99,37 @@ def test_language_shares_are_skewed_and_the_drift_changes_half_way():
     assert (found["drift"](0.2) == found["task"](0.0)).all()
     assert (found["drift"](0.9) == language).all()
     assert Row("task", 2, 1.0, "x", ()).num_homes == 2
+
+
+def test_steps_are_held_against_batches_of_their_size(drawn):
+    even = np.ones(len(drawn.domains))
+    found = curves(drawn, even, 16, np.random.default_rng(2))
+    assert found.mixed[0] == 0 and found.mixed[1] == pytest.approx(4) == found.alone[1]
+    assert (np.diff(found.mixed) > 0).all() and (found.alone[4:] < found.mixed[4:]).all()
+    shares = workloads(drawn.domains)["even"]
+    work = arrivals(drawn, 300, 400.0, np.random.default_rng(1), shares)
+    signatures = np.zeros((300, 1), dtype=np.float32)
+    outcome = replay(drawn, work, RoundRobin(), signatures, COSTS, num_homes=4, compared=[found, found])
+    assert outcome.saved == pytest.approx(0, abs=0.03) and abs(outcome.gap) < 0.15
+    one = curves(drawn, np.eye(len(drawn.domains))[0], 16, np.random.default_rng(2))
+    assert one.mixed == pytest.approx(one.alone, rel=0.1), "a mix of one domain has no gap"
+
+
+def test_the_default_rule_gains_without_making_homes_unequal(drawn):
+    fit, serve = drawn.of(range(180)), drawn.of(range(180, 300))
+    rows = run_table(
+        fit,
+        serve,
+        num_homes=4,
+        loads=[8.0],
+        seeds=2,
+        costs=COSTS,
+        num_requests=300,
+        only=["skewed"],
+        policies=["jsq", "eldr", "eldr fixed", "eldr counts", "eldr affinity=1", "eldr tau=0.1"],
+    )
+    of = {row.policy: row for row in rows}
+    assert of["eldr"].values("gap")[0] > 0.3 > 0.15 > abs(of["jsq"].values("gap")[0])
+    assert of["eldr"].values("tpot_p50")[0] < of["jsq"].values("tpot_p50")[0]
+    assert of["eldr"].values("imbalance")[0] < 1.5
+    assert len(overhead_table(overheads(layers=2, experts=8, homes=2, prompt_tokens=40)).splitlines()) == 11

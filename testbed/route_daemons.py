@@ -1,0 +1,297 @@
+"""The comparison of routers through real daemons: a cluster for each run, the same arrivals for every policy.
+
+Runs are kept one a line, so that a comparison can be made in pieces. Knows no model; what is measured is what the client sees
+and what nodes count.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from edge_runtime.client import Answer, Client, Prompt
+from edge_runtime.clock import Clock
+from edge_runtime.errors import ClusterError, ConfigError
+from testbed.bench import READY_S, RunningCluster
+from testbed.bench_peers import free_ports
+from testbed.route_experiment import BALANCERS
+from testbed.route_experiment import workloads as mixes
+
+POLICIES = (*BALANCERS, "eldr", "eldr tau=0.1")
+PROMPT_CHARS = (200, 900)  # of a prompt: some 60 to 300 tokens
+PER_DOMAIN = 40
+WARM_UP = 0.2  # share of the requests that are left out at the beginning
+HEARTBEAT_S = 0.5
+SETTLED_S = 10.0
+BEGIN_S = 1.0  # before the first arrival
+
+Say = Callable[[str], None]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs have in common.
+
+    copies  of each expert in the whole cluster; 0: every node holds all
+    """
+
+    model: Path
+    homes: int
+    workers: int
+    copies: float
+    requests: int
+    tokens: int
+
+    @property
+    def home_names(self) -> list[str]:
+        return [f"home{index}" for index in range(self.homes)]
+
+
+def topology_text(setting: Setting, policy: str, ports: Sequence[int]) -> str:
+    """The topology file of one run. A policy is a router's name and, after it, `tau=0.1`, `affinity=1`, `joint`.
+
+    joint  each home holds the experts of its cluster; without it experts lie where there is room
+    """
+    router, *words = policy.split()
+    options = [word.replace("=", " = ") for word in words if "=" in word]
+    placement = "popularity" if "joint" in words else "spread"
+    num_nodes = setting.homes + setting.workers
+    lines = [
+        "[cluster]",
+        'name = "routing"',
+        f'model = "{setting.model.resolve().as_posix()}"',
+        f'coordinator = "127.0.0.1:{ports[0]}"',
+        f"memory_ratio = {setting.copies or float(num_nodes)}",
+        f'placement = "{placement}"',
+        f'heartbeat = "{round(HEARTBEAT_S * 1000)} ms"',
+        'lost_after = "20 s"',
+        "kv_tokens = 8192",
+        "[routing]",
+        f'policy = "{router}"',
+        *options,
+        "[default_node]",
+        'memory = "900 MiB"',
+    ]
+    names = [f"press{index}" for index in range(setting.workers)] + setting.home_names
+    for name, port in zip(names, ports[1:], strict=True):
+        role = "decode" if name in setting.home_names else "prefill"
+        lines += ["[[node]]", f'name = "{name}"', f'address = "127.0.0.1:{port}"']
+        lines += [f'roles = ["{role}", "experts"]']
+    return "\n".join(lines) + "\n"
+
+
+def prompts_of(corpus: Path) -> dict[str, list[str]]:
+    """Domain -> texts that calibration has not seen."""
+    from calibration.corpus import find_domains, sample_documents
+
+    found = sample_documents(
+        find_domains(corpus, "validation"), PER_DOMAIN, 3, max_chars=PROMPT_CHARS[1], seen=lambda _: None
+    )
+    return {name: [text for text in texts if text.strip()] for name, texts in found.items()}
+
+
+def arrivals(
+    texts: dict[str, list[str]], workload: str, count: int, rate: float, seed: int
+) -> list[tuple[float, str]]:
+    """When each request comes, seconds from the start, and its prompt: Poisson, domains as the workload mixes them."""
+    domains = sorted(texts)
+    known = mixes(domains)
+    if workload not in known:
+        raise ConfigError(f"no workload is called {workload!r}; there are {', '.join(known)}")
+    rng = np.random.default_rng([seed, 5])
+    at, found = 0.0, []
+    for number in range(count):
+        at += float(rng.exponential(1.0 / rate))
+        name = domains[int(rng.choice(len(domains), p=known[workload](number / count)))]
+        text = texts[name][int(rng.integers(len(texts[name])))]
+        found.append((at, text[: int(rng.integers(PROMPT_CHARS[0], PROMPT_CHARS[1] + 1))]))
+    return found
+
+
+def run_all(
+    setting: Setting,
+    corpus: Path,
+    out: Path,
+    *,
+    workloads: Sequence[str],
+    rates: Sequence[float],
+    policies: Sequence[str],
+    seeds: int,
+    budget_s: float,
+    clock: Clock,
+    say: Say,
+) -> list[Row]:
+    """Make the runs that `out` lacks, seed by seed so that every policy gets on alike; returns all that it has.
+
+    budget_s  no run begins that would, as long as the last one, end later than that; 0: no limit
+    """
+    rows = read_rows(out)
+    done = {key_of(row) for row in rows}
+    texts = prompts_of(corpus)
+    began, longest_s = clock.now(), 0.0
+    for seed in range(seeds):
+        for workload in workloads:
+            for rate in rates:
+                for policy in policies:
+                    key = (workload, rate, setting.copies, seed, policy)
+                    run_began = clock.now()
+                    if key in done:
+                        continue
+                    if budget_s and run_began + longest_s - began > budget_s:
+                        say(f"{budget_s:.0f} s are over; called again it goes on with {key}")
+                        return rows
+                    work = arrivals(texts, workload, setting.requests, rate, seed)
+                    measured = run_one(setting, policy, work, clock)
+                    row = (
+                        dict(zip(("workload", "rate", "copies", "seed", "policy"), key, strict=True))
+                        | measured
+                    )
+                    rows.append(row)
+                    with out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row) + "\n")
+                    longest_s = max(longest_s, clock.now() - run_began)
+                    say(f"{key}: TPOT {row['tpot_p50']:.2f} ms, {clock.now() - run_began:.0f} s")
+    return rows
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Runs that were kept."""
+    if not path.exists():
+        return []
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path} holds a line that is no run: {error}; take it out, or name another file"
+        ) from error
+
+
+def key_of(row: Row) -> tuple[str, float, float, int, str]:
+    """What tells a run from others."""
+    return row["workload"], row["rate"], row["copies"], row["seed"], row["policy"]
+
+
+def run_one(setting: Setting, policy: str, work: Sequence[tuple[float, str]], clock: Clock) -> Row:
+    """Start a cluster, ask, and stop it."""
+    sampling = {"max_tokens": setting.tokens, "ignore_eos": True, "temperature": 0.0, "seed": 1}
+    prompts = [Prompt(prompt=text, sampling=sampling) for _, text in work]
+    with TemporaryDirectory(prefix="edge-routing-") as folder:
+        path = Path(folder) / "topology.toml"
+        ports = free_ports(1 + setting.homes + setting.workers)
+        path.write_text(topology_text(setting, policy, ports), encoding="utf-8")
+        with RunningCluster(path, clock) as running, running.client() as client:
+            client.connect()
+            client.run(
+                [Prompt(prompt=work[0][1], sampling=sampling | {"max_tokens": 2})], wait_ready_s=READY_S
+            )
+            before = counted(client, setting, clock)
+            answers = client.run(prompts, wait_ready_s=READY_S, after_s=[BEGIN_S + at for at, _ in work])
+            after = counted(client, setting, clock)
+    return measured_of(answers, {name: after[name] - before[name] for name in after})
+
+
+def counted(client: Client, setting: Setting, clock: Clock) -> dict[str, float]:
+    """What homes have counted, summed, once two looks at an idle cluster agree."""
+    deadline = clock.now() + SETTLED_S
+    last: dict[str, float] = {}
+    while clock.now() < deadline:
+        clock.sleep(2 * HEARTBEAT_S)
+        found: dict[str, float] = {}
+        for node in client.status()["nodes"]:
+            if node["name"] in setting.home_names:
+                numbers = node["report"].get("numbers", {})
+                numbers |= {"tokens": float(node["report"].get("tokens_generated", 0))}
+                for name, value in numbers.items():
+                    found[name] = found.get(name, 0.0) + float(value)
+        if last and found["tokens"] == last["tokens"]:
+            return found
+        last = found
+    raise ClusterError(f"homes did not come to rest within {SETTLED_S:.0f} s")
+
+
+def measured_of(answers: Sequence[Answer], grown: dict[str, float]) -> Row:
+    """One run's figures; latencies in milliseconds, as the client saw them.
+
+    processor_ms  of all homes, for each token that they decoded
+    remote_calls  experts for each decoded token, over all layers, that others computed
+    imbalance     largest number of answers at a home over the mean one, at each arrival there
+    """
+    if failed := [answer.error() for answer in answers if answer.finished is None]:
+        raise ClusterError(f"{len(failed)} of {len(answers)} requests failed; the first: {failed[0]}")
+    late = answers[int(WARM_UP * len(answers)) :]
+    results = [answer.as_json() for answer in late]
+    tpot = np.array([result["timing"]["tpot_s"] for result in results]) * 1e3
+    spans = [(a.first_token_s or 0.0, a.last_token_s, a.node) for a in answers]
+    homes = sorted({node for *_, node in spans})
+    unequal = []
+    for begin, _, _ in spans[int(WARM_UP * len(spans)) :]:
+        at = [sum(b <= begin < e for b, e, node in spans if node == home) for home in homes]
+        unequal.append(max(at) / max(mean(at), 1.0))
+    layers, tokens = max(grown["step_touched_layers"], 1.0), max(grown["tokens"], 1.0)
+    p50, p99 = np.percentile(tpot, [50, 99])
+    return {
+        "tpot_p50": float(p50),
+        "tpot_p99": float(p99),
+        "ttft_p50": float(np.median([result["timing"]["ttft_s"] for result in results])) * 1e3,
+        "distinct": grown["step_touched_experts"] / layers,
+        "batch": grown["step_touched_rows"] / layers,
+        "remote_calls": grown.get("pairs_sent", 0.0) / tokens,
+        "imbalance": float(np.mean(unequal)),
+        "processor_ms": grown["processor_s"] / tokens * 1e3,
+        "ahead_blocks": grown.get("blocks_fetched_ahead", 0.0),
+        "blocks": grown.get("blocks_fetched", 0.0),
+    }
+
+
+COLUMNS = (
+    ("TPOT p50 ms", "tpot_p50"),
+    ("p99 ms", "tpot_p99"),
+    ("TTFT p50 ms", "ttft_p50"),
+    ("distinct", "distinct"),
+    ("batch", "batch"),
+    ("remote calls/token", "remote_calls"),
+    ("imbalance", "imbalance"),
+    ("processor ms/token", "processor_ms"),
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Mean over the runs and, in brackets, their standard deviation; p50 and p99 against the best balancer, run by run."""
+    names = ["workload", "rate", "copies", "policy", "runs", *(name for name, _ in COLUMNS)]
+    names.append("p50, p99 against the best balancer")
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    panels = dict.fromkeys((row["workload"], row["rate"], row["copies"]) for row in rows)
+    for panel in panels:
+        mine = [row for row in rows if (row["workload"], row["rate"], row["copies"]) == panel]
+        for policy in dict.fromkeys(row["policy"] for row in mine):
+            runs = [row for row in mine if row["policy"] == policy]
+            cells = [panel[0], f"{panel[1]:g}", f"{panel[2]:g}", policy, str(len(runs))]
+            cells += [_spread([run[key] for run in runs]) for _, key in COLUMNS]
+            cells.append(", ".join(_against(mine, runs, key) for key in ("tpot_p50", "tpot_p99")))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float]) -> str:
+    spread = stdev(values) if len(values) > 1 else 0.0
+    return f"{mean(values):.2f} ({spread:.2f})"
+
+
+def _against(panel: Sequence[Row], runs: Sequence[Row], key: str) -> str:
+    """Mean ratio to the balancer that is best on average, over the seeds that both have."""
+    of = {
+        policy: {row["seed"]: row[key] for row in panel if row["policy"] == policy}
+        for policy in BALANCERS
+        if any(row["policy"] == policy for row in panel)
+    }
+    if not of:
+        return "-"
+    best = min(of.values(), key=lambda by_seed: mean(by_seed.values()))
+    ratios = [run[key] / best[run["seed"]] for run in runs if run["seed"] in best]
+    return f"{mean(ratios) - 1:+.1%}" if ratios else "-"

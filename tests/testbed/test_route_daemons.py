@@ -1,0 +1,89 @@
+"""The comparison of routers through daemons: what is asked, what is kept, what comes of it; one small run for real."""
+
+import json
+
+import pytest
+
+from edge_runtime.clock import SystemClock
+from edge_runtime.errors import ConfigError
+from testbed.route_daemons import (
+    Setting,
+    arrivals,
+    key_of,
+    read_rows,
+    run_all,
+    table,
+    topology_text,
+)
+from testbed.routing_cli import DEMO
+from topology.cluster import DECODE, PREFILL
+from topology.parse import parse_cluster
+
+SMALL = Setting(DEMO, homes=2, workers=1, copies=0.0, requests=8, tokens=4)
+TEXTS = {name: [f"{name} {index} " * 40 for index in range(4)] for name in ("c", "python", "de", "fr")}
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "eldr", "eldr tau=0.1", "eldr affinity=1 joint"])
+def test_every_policy_makes_a_file_that_can_be_read(policy):
+    found = parse_cluster(topology_text(SMALL, policy, [25000, 25001, 25002, 25003]))
+    assert [PREFILL in node.roles for node in found.nodes] == [True, False, False]
+    assert [DECODE in node.roles for node in found.nodes] == [False, True, True]
+    assert found.routing.policy == policy.split()[0] and found.memory_ratio == 3.0
+    assert found.routing.tau == (0.1 if "tau=0.1" in policy else None)
+    assert found.placement == ("popularity" if "joint" in policy else "spread")
+
+
+def test_arrivals_are_the_same_for_a_seed_and_come_from_the_workloads_domains():
+    first = arrivals(TEXTS, "task", 40, 10.0, 3)
+    assert first == arrivals(TEXTS, "task", 40, 10.0, 3) != arrivals(TEXTS, "task", 40, 10.0, 4)
+    assert all(a < b for (a, _), (b, _) in zip(first, first[1:], strict=False))
+    assert {text.split()[0] for _, text in first} == {"c", "python"}
+    drift = [text.split()[0] for _, text in arrivals(TEXTS, "drift", 40, 10.0, 3)]
+    assert set(drift[:20]) <= {"c", "python"} and set(drift[20:]) <= {"de", "fr"}
+    with pytest.raises(ConfigError, match="no workload is called 'noon'"):
+        arrivals(TEXTS, "noon", 4, 10.0, 3)
+
+
+def row(policy: str, seed: int, p50: float, p99: float) -> dict:
+    names = ("ttft_p50", "distinct", "batch", "remote_calls", "imbalance", "processor_ms")
+    key = {"workload": "task", "rate": 10.0, "copies": 0.0, "seed": seed, "policy": policy}
+    return key | dict.fromkeys(names, 1.0) | {"tpot_p50": p50, "tpot_p99": p99}
+
+
+def test_ratios_are_taken_run_by_run_against_the_balancer_that_is_best_on_average():
+    rows = [row("jsq", 0, 10.0, 20.0), row("jsq", 1, 20.0, 30.0), row("random", 0, 12.0, 19.0)]
+    rows += [row("random", 1, 22.0, 29.0), row("eldr", 0, 9.0, 19.0), row("eldr", 1, 18.0, 29.0)]
+    lines = table(rows).splitlines()
+    [eldr] = [line for line in lines if "| eldr |" in line]
+    assert "-10.0%, +0.0%" in eldr and "| 2 |" in eldr and "13.50 (6.36)" in eldr
+
+
+def test_a_damaged_file_of_runs_is_refused(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    assert read_rows(path) == []
+    path.write_text('{"policy": "eldr"\n')
+    with pytest.raises(ConfigError, match="holds a line that is no run"):
+        read_rows(path)
+
+
+@pytest.mark.timeout(120)
+def test_runs_are_made_once_and_kept(tmp_path):
+    corpus, out = tmp_path / "corpus", tmp_path / "runs.jsonl"
+    for name, texts in TEXTS.items():
+        (corpus / name).mkdir(parents=True)
+        (corpus / name / "valid.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
+    asked = {
+        "workloads": ["task"],
+        "rates": [50.0],
+        "policies": ["eldr"],
+        "seeds": 1,
+        "budget_s": 0.0,
+        "clock": SystemClock(),
+        "say": lambda line: None,
+    }
+    [found] = run_all(SMALL, corpus, out, **asked)
+    assert key_of(found) == ("task", 50.0, 0.0, 0, "eldr") and found["tpot_p99"] >= found["tpot_p50"] > 0
+    assert found["remote_calls"] == 0 and found["processor_ms"] > 0
+    assert run_all(SMALL, corpus, out, **asked) == [found] and len(out.read_text().splitlines()) == 1
