@@ -1,5 +1,6 @@
 """Where the traces of a routing experiment come from, and what a step costs there."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -65,11 +66,17 @@ def recorded_sources(model: Path, corpus: Path, folder: Path | None, say: Callab
             save(found[-1], path)
     checkpoint = Checkpoint.open(model)
     spec = checkpoint.spec
-    store = load_experts(checkpoint, spec, all_experts(spec))
-    bank = store.bank(spec.moe_layers[0])
-    gate = spec.layers[spec.moe_layers[0]].gate
-    assert bank is not None and gate is not None, "a MoE layer has experts and a gate"
-    a, b, c = measure_costs(bank, gate.top_k)
+    kept = folder / "costs.json" if folder is not None else None
+    if kept is not None and kept.exists():
+        a, b, c = json.loads(kept.read_text(encoding="utf-8"))
+    else:
+        store = load_experts(checkpoint, spec, all_experts(spec))
+        bank = store.bank(spec.moe_layers[0])
+        gate = spec.layers[spec.moe_layers[0]].gate
+        assert bank is not None and gate is not None, "a MoE layer has experts and a gate"
+        a, b, c = measure_costs(bank, gate.top_k)
+        if kept is not None:  # so that what is compared in pieces is compared alike
+            kept.write_text(json.dumps([a, b, c]), encoding="utf-8")
     per_row = PER_ROW_S + len(spec.moe_layers) * max(c, 0.0)
     costs = Costs(
         fixed=FIXED_S + len(spec.moe_layers) * max(a, 0.0),

@@ -41,7 +41,10 @@ DEMO = Path(__file__).resolve().parent / "models" / "edge-moe-demo"
     help="Requests of each run; default: 75 for each home, 600 at least.",
 )
 @click.option(
-    "--traces", type=click.Path(path_type=Path), default=None, help="Folder to keep recorded traces in."
+    "--traces",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Folder to keep recorded traces and measured costs in.",
 )
 @click.option("--csv", "csv_path", type=click.Path(path_type=Path), default=None, help="Every run on a line.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), default=None, help="Draw to this file.")
