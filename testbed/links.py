@@ -74,7 +74,7 @@ def _tell(channel: Channel, message: ShapeLink) -> LinkShaped:
         answer = channel.request(message, LinkShaped, ANSWER_S).message
     except Refusal as refusal:
         raise ClusterError(
-            f"{channel.name} does not shape its links ({refusal}); start the cluster with: edge-runtime up --shape"
+            f"{channel.name} does not shape its links; start the cluster with: edge-runtime up --shape"
         ) from refusal
     except PeerError as error:
         raise ClusterError(
@@ -85,12 +85,15 @@ def _tell(channel: Channel, message: ShapeLink) -> LinkShaped:
 
 
 def describe(link: LinkShaped) -> str:
-    """`n1 -> n5: 10 ms, 10 Mbit/s, jitter 2 ms, loss 1 %, cut for 9.8 s`."""
-    parts = [format_duration(link.delay_s), format_rate(link.rate_bps) if link.rate_bps else "no limit"]
+    """`n1 -> n5: 10 ms one way, 10 Mbit/s, up to 2 ms of jitter, 1 % lost, cut for 9.8 s`."""
+    parts = [
+        f"{format_duration(link.delay_s)} one way" if link.delay_s else "no delay",
+        format_rate(link.rate_bps) if link.rate_bps else "any rate",
+    ]
     if link.jitter_s:
-        parts.append(f"jitter {format_duration(link.jitter_s)}")
+        parts.append(f"up to {format_duration(link.jitter_s)} of jitter")
     if link.loss:
-        parts.append(f"loss {100 * link.loss:g} %")
+        parts.append(f"{100 * link.loss:g} % lost")
     if link.is_cut:
         parts.append(
             "cut until healed" if link.cut_s is None else f"cut for {math.ceil(link.cut_s * 10) / 10:g} s"

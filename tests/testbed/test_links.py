@@ -107,7 +107,7 @@ def test_a_node_can_be_cut_off_from_all_the_coordinator_included():
 
 
 def test_a_process_that_does_not_shape_is_named_with_what_to_do():
-    with Servers("n5") as servers, pytest.raises(ClusterError, match="n5 does not shape .*up --shape"):
+    with Servers("n5") as servers, pytest.raises(ClusterError, match="n5 does not shape its links; start .*up --shape"):
         servers.change("n1", "n5", delay_s=0.01)
 
 
@@ -129,10 +129,13 @@ def test_what_is_no_share_is_told(text):
 
 
 def test_a_link_is_described_with_all_that_is_not_ordinary():
+    assert describe(LinkShaped("coordinator", "n5")) == "coordinator -> n5: no delay, any rate"
     plain = LinkShaped("n1", "n5", delay_s=0.01)
-    assert describe(plain) == "n1 -> n5: 10 ms, no limit"
+    assert describe(plain) == "n1 -> n5: 10 ms one way, any rate"
     shaped = LinkShaped("n1", "n5", 0.01, 0.002, 1e7, 0.01, True, 9.81)
-    assert describe(shaped) == "n1 -> n5: 10 ms, 10 Mbit/s, jitter 2 ms, loss 1 %, cut for 9.9 s"
+    assert describe(shaped) == (
+        "n1 -> n5: 10 ms one way, 10 Mbit/s, up to 2 ms of jitter, 1 % lost, cut for 9.9 s"
+    )
     assert describe(LinkShaped("n1", "n5", is_cut=True)).endswith("cut until healed")
 
 
@@ -156,11 +159,12 @@ def run(tmp_path, demo_model):
 def test_the_command_changes_shows_and_heals(run):
     words = ("--rtt", "20ms", "--rate", "10Mbit/s", "--loss", "1%", "--jitter", "2ms")
     assert run("n1", "n5", *words).output == (
-        "n1 -> n5: 10 ms, 10 Mbit/s, jitter 2 ms, loss 1 %\nn5 -> n1: 10 ms, 10 Mbit/s, jitter 2 ms, loss 1 %\n"
+        "n1 -> n5: 10 ms one way, 10 Mbit/s, up to 2 ms of jitter, 1 % lost\n"
+        "n5 -> n1: 10 ms one way, 10 Mbit/s, up to 2 ms of jitter, 1 % lost\n"
     )
     shown = json.loads(run("n1", "n5", "--json").output)
     assert [(each["source"], each["rate_bps"]) for each in shown] == [("n1", 1e7), ("n5", 1e7)]
-    assert run("n1", "n5", "--heal", "--one-way").output == "n1 -> n5: 500 us, 1 Gbit/s\n"
+    assert run("n1", "n5", "--heal", "--one-way").output == "n1 -> n5: 500 us one way, 1 Gbit/s\n"
     assert "cut for" in run("n1", "n5", "--cut", "10s").output
 
 
