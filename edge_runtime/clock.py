@@ -16,6 +16,9 @@ class Clock(Protocol):
     def processor_s(self) -> float:
         """Processor seconds that all threads of this process have taken so far."""
 
+    def thread_s(self) -> float:
+        """Processor seconds that the thread that asks has taken so far."""
+
 
 def wall_s() -> float:
     """Seconds since 1970, for what people and other programs read. Never for a length of time."""
@@ -34,6 +37,28 @@ class SystemClock:
     def processor_s(self) -> float:
         return time.process_time()
 
+    def thread_s(self) -> float:
+        return time.thread_time()
+
+
+class ThreadClock:
+    """Stands still while the thread that asks has no processor: what neighbours take is not in its lengths of time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def now(self) -> float:
+        return self._clock.thread_s()
+
+    def sleep(self, seconds: float) -> None:
+        self._clock.sleep(seconds)
+
+    def processor_s(self) -> float:
+        return self._clock.processor_s()
+
+    def thread_s(self) -> float:
+        return self._clock.thread_s()
+
 
 class ManualClock:
     """A clock that moves only when told: for tests and the simulator."""
@@ -48,6 +73,9 @@ class ManualClock:
         self.advance(seconds)
 
     def processor_s(self) -> float:
+        return self._now
+
+    def thread_s(self) -> float:
         return self._now
 
     def advance(self, seconds: float) -> None:

@@ -110,10 +110,12 @@ def _speed_lines(body: dict[str, Any]) -> list[str]:
         lines.append(f"{node['name']}: {', '.join(parts)}")
     for link in body["links"]:
         said, found = link["declared"], link["measured"]
+        rtt = _rough(format_duration, found["rtt_s"]) if found["rtt_s"] else "too short to tell,"
+        rate = _rough(format_rate, found["bandwidth_bps"])
         lines.append(
             f"{link['between'][0]} - {link['between'][1]}: round trip {_rough(format_duration, said['rtt_s'])} declared, "
-            f"{_rough(format_duration, found['rtt_s'])} measured; {_rough(format_rate, said['bandwidth_bps'])} declared, "
-            f"{_rough(format_rate, found['bandwidth_bps'])} measured"
+            f"{rtt} measured; {_rough(format_rate, said['bandwidth_bps'])} declared, "
+            f"{'over ' if found['rate_is_bound'] else ''}{rate} measured"
         )
     return ["", "speeds, measured:", *lines] if lines else []
 

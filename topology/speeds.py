@@ -73,6 +73,8 @@ class LinkSpeed:
     """Round-trip time of a small message, seconds."""
     bandwidth_bps: float = Link.bandwidth_bps
     """Bits per second, each way."""
+    rate_is_bound: bool = False
+    """It is measured, and messages take no longer than without a link: its rate is at least that."""
 
     def __post_init__(self) -> None:
         _require_positive(self)
@@ -86,8 +88,13 @@ def _require_positive(speed: object) -> None:
     """Refuse what no clock measures: rates above 0, seconds from 0, all finite."""
     for entry in fields(speed):  # type: ignore[arg-type]
         value = getattr(speed, entry.name)
-        if isinstance(value, int | float) and not (
-            0 <= value < float("inf") and (value or (entry.name.endswith("_s") and "per_s" not in entry.name))
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and not (
+                0 <= value < float("inf")
+                and (value or (entry.name.endswith("_s") and "per_s" not in entry.name))
+            )
         ):
             raise ValueError(f"{entry.name} is {value}, expected a positive number")
 
@@ -171,8 +178,13 @@ def machines_of(
         frozenset((link.a, link.b)): LinkSpeed(rtt_s=link.rtt_s, bandwidth_bps=link.bandwidth_bps)
         for link in cluster.links
     }
-    measured = {frozenset(pair): link for pair, link in (links or {}).items()}
     default = cluster.default_link
+    measured = {}
+    for pair, link in (links or {}).items():
+        said = declared.get(frozenset(pair), default)
+        if link.rate_is_bound:  # what the file says may be right, as far as it is not below that
+            link = replace(link, bandwidth_bps=max(link.bandwidth_bps, said.bandwidth_bps))
+        measured[frozenset(pair)] = link
     return Machines(
         speeds={
             name: (speeds or {}).get(name) or declared_speed(cluster, name) for name in cluster.node_names

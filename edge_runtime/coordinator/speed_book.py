@@ -2,10 +2,11 @@
 
 A node tries its share when it loads it. While it serves, its heartbeats count steps, rows, calls and processor seconds; what
 the trial promised for them against what they took says how much slower its arithmetic is beside its other threads, and what
-each step and each call costs on top: least squares over the heartbeats, older ones fading. Pure.
+each step and each call costs on top: least squares over the heartbeats, older ones fading. What heartbeats do not tell
+apart is off by the same factor. Pure.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from topology.step_time import operations
 ENOUGH_S = 0.03  # of promised work between two looks, to correct a speed by
 FADE = 0.9  # what a heartbeat counts for after the next one that brought enough
 PRIOR_WEIGHT = 0.01  # heartbeats that the trial itself counts for
+ALIKE_WEIGHT = 0.1  # and that its proportions count for: a heartbeat errs by 15 %, proportions by some 50 %
 STEP_EXTRA_S = 200e-6  # beside a node's other threads, where nothing was seen yet
 LEAST, MOST = 0.5, 6.0  # times what is believed
 TOKEN_WORK_S = 60e-6  # of a home for handing out a token: text, message
@@ -123,7 +125,8 @@ def look(
         for line, a in zip(before.matrix, shares, strict=True)
     )
     aim = tuple(FADE * old + part for old, part in zip(before.aim, shares, strict=True))
-    pull = np.eye(3) * PRIOR_WEIGHT
+    together = np.full((3, 3), 1 / 3)
+    pull = PRIOR_WEIGHT * together + ALIKE_WEIGHT * (np.eye(3) - together)
     times = np.linalg.solve(np.array(matrix) + pull, np.array(aim) + pull.sum(axis=0))
     factor, step, call = (float(value) for value in np.clip(times, LEAST, MOST))
     return Observed(pid, Costs(factor, step * believed.step_s, call * believed.call_s), counted, matrix, aim)
@@ -159,14 +162,18 @@ def measured_of(
             cores[name] = report.cores
         for peer, link in report.links.items():
             found.setdefault((min(name, peer), max(name, peer)), []).append(link)
-    links = {
-        pair: LinkSpeed(
-            rtt_s=sum(link.rtt_s for link in both) / len(both),
-            bandwidth_bps=sum(link.bandwidth_bps for link in both) / len(both),
-        )
-        for pair, both in found.items()
-    }
+    links = {pair: _of_both_ends(both) for pair, both in found.items()}
     return Measured(speeds, links, cores)
+
+
+def _of_both_ends(both: Sequence[LinkSpeed]) -> LinkSpeed:
+    """One link as its ends see it: means, but a rate that was seen wins over a bound, and of bounds the highest."""
+    rates = [link.bandwidth_bps for link in both if not link.rate_is_bound]
+    return LinkSpeed(
+        rtt_s=sum(link.rtt_s for link in both) / len(both),
+        bandwidth_bps=sum(rates) / len(rates) if rates else max(link.bandwidth_bps for link in both),
+        rate_is_bound=not rates,
+    )
 
 
 def plan_of(placement: Placement, name: str) -> NodePlan | None:

@@ -288,7 +288,7 @@ class NodeDaemon:
     def _links_measured(self, prober: LinkProber) -> None:
         prober.join()
         self._prober = None
-        self._gauge.probed(prober.links, prober.rates, prober.call, self._clock.now())
+        self._gauge.probed(prober.links, prober.call, self._clock.now())
 
     def _forget_coordinator(self, now: float) -> None:
         """Requests go on: the next one is told of them, and their clients come back to it."""

@@ -3,10 +3,10 @@
 Decides when what is probed and keeps what came of it. Knows no thread and no socket; `now` is given.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from edge_runtime.node.prober import Call, link_of, refined
+from edge_runtime.node.prober import Call, Took, link_of, refined
 from edge_runtime.node.remote import PeerTraffic
 from topology.speeds import LinkSpeed, NodeSpeed
 
@@ -45,14 +45,12 @@ class Gauge:
         self._try_at_s |= dict.fromkeys(found, now + RETRY_S)
         return found
 
-    def probed(
-        self, seconds: dict[str, float], rates: dict[str, float], call: Call | None, now: float
-    ) -> None:
+    def probed(self, took: Mapping[str, Took], call: Call | None, now: float) -> None:
         """What a probe found."""
         self._call = call or self._call
-        own_s = self._call.seconds if self._call is not None else 0.0
-        for peer, took in seconds.items():
-            self._links[peer] = link_of(took, rates[peer], own_s)
+        own = self._call or Call(0.0, 0.0)
+        for peer, found in took.items():
+            self._links[peer] = link_of(found, own)
             self._try_at_s[peer] = now + AGAIN_S
 
     def served(self, traffic: dict[str, PeerTraffic]) -> None:

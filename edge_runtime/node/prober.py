@@ -7,6 +7,7 @@ peer; whoever does not answer is left out and may be tried again.
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,16 +24,26 @@ log = logging.getLogger(__name__)
 ANSWER_S = 1.0
 LARGE_ANSWER_S = 5.0
 SMALL_NUMBERS, LARGE_NUMBERS = 256, 16384  # float32: 1 KB and 64 KB
-SMALL_PROBES, LARGE_PROBES = 8, 2
-OWN_ROUNDS, OWN_PROBES = 3, 6  # of the call to oneself, whose processor time counts as well
-FASTEST_BPS = 40e9  # where the large message takes no longer than a small one
+SMALL_PROBES, LARGE_PROBES = 12, 6
+LONG_S = 0.01  # a large probe that takes so long is not disturbed by neighbours as much as it is by the link
+OWN_ROUNDS = 3  # of the call to oneself, whose processor time counts as well
+LARGE_BITS = 2 * (LARGE_NUMBERS - SMALL_NUMBERS) * 4 * BYTE_BITS  # there and back, beyond a small message
+TOLD_APART = 0.5  # a link's share of what a large message takes without one, from which on it can be seen
+
+
+class Took(NamedTuple):
+    """Seconds of a small and of a large message there and back, each the quickest of several."""
+
+    small_s: float
+    large_s: float
 
 
 class Call(NamedTuple):
-    """A call to oneself: seconds, and processor seconds of all threads at both ends."""
+    """A call to oneself: seconds, and processor seconds of all threads at both ends; seconds that a large message takes more."""
 
     seconds: float
     work_s: float
+    large_s: float = 0.0
 
 
 class LinkProber(threading.Thread):
@@ -50,8 +61,7 @@ class LinkProber(threading.Thread):
         """own: this node's address, where a call without a link is measured; None where that is known"""
         super().__init__(name="link-prober", daemon=True)
         self.peers = tuple(peer.name for peer in peers)
-        self.links: dict[str, float] = {}  # peer -> seconds of a small message there and back
-        self.rates: dict[str, float] = {}
+        self.links: dict[str, Took] = {}
         self.call: Call | None = None
         self._own, self._peers = own, peers
         self._identity, self._keys, self._clock, self._done = identity, keys, clock, done
@@ -71,43 +81,52 @@ class LinkProber(threading.Thread):
             peer.address, name=peer.name, keys=self._keys, server_key=peer.public_key or None
         ) as channel:
             channel.request(self._identity, Welcome, ANSWER_S)
-            if peer is self._own:
-                rounds = [self._own_round(channel) for _ in range(OWN_ROUNDS)]
-                self.call = Call(min(r.seconds for r in rounds), min(r.work_s for r in rounds))
+            if peer is not self._own:
+                self.links[peer.name] = self._took(channel)
                 return
-            small_s = quartile([self._probe(channel, SMALL_NUMBERS, ANSWER_S) for _ in range(SMALL_PROBES)])
-            large_s = min(self._probe(channel, LARGE_NUMBERS, LARGE_ANSWER_S) for _ in range(LARGE_PROBES))
-            self.links[peer.name] = small_s
-            self.rates[peer.name] = rate_bps(small_s, large_s)
+            rounds = [self._own_round(channel) for _ in range(OWN_ROUNDS)]
+            small_s = min(took.small_s for took, _ in rounds)
+            large_s = min(took.large_s for took, _ in rounds)
+            self.call = Call(small_s, min(work_s for _, work_s in rounds), max(0.0, large_s - small_s))
 
-    def _own_round(self, channel: Channel) -> Call:
+    def _own_round(self, channel: Channel) -> tuple[Took, float]:
+        """What messages took, and the processor seconds of a small one."""
         before = self._clock.processor_s()
-        took = [self._probe(channel, SMALL_NUMBERS, ANSWER_S) for _ in range(OWN_PROBES)]
-        return Call(quartile(took), (self._clock.processor_s() - before) / OWN_PROBES)
+        small_s = self._quickest(channel, SMALL_NUMBERS, SMALL_PROBES, ANSWER_S)
+        work_s = (self._clock.processor_s() - before) / SMALL_PROBES
+        return Took(small_s, self._quickest(channel, LARGE_NUMBERS, LARGE_PROBES, LARGE_ANSWER_S)), work_s
 
-    def _probe(self, channel: Channel, count: int, timeout_s: float) -> float:
-        began = self._clock.now()
-        channel.request(Probe(), Probed, timeout_s, tensors=(np.zeros(count, dtype=np.float32),))
-        return self._clock.now() - began
+    def _took(self, channel: Channel) -> Took:
+        small_s = self._quickest(channel, SMALL_NUMBERS, SMALL_PROBES, ANSWER_S)
+        return Took(small_s, self._quickest(channel, LARGE_NUMBERS, LARGE_PROBES, LARGE_ANSWER_S))
+
+    def _quickest(self, channel: Channel, count: int, times: int, timeout_s: float) -> float:
+        """Whatever disturbs a message only makes it longer. A long one is sent twice and no more."""
+        took_s = float("inf")
+        for number in range(times):
+            began = self._clock.now()
+            channel.request(Probe(), Probed, timeout_s, tensors=(np.zeros(count, dtype=np.float32),))
+            took_s = min(took_s, self._clock.now() - began)
+            if number and took_s > LONG_S:
+                break
+        return took_s
 
 
-def quartile(values: Sequence[float]) -> float:
-    """The lower quartile: whatever disturbs a measurement only makes it longer."""
-    return float(np.quantile(np.asarray(values), 0.25))
+def link_of(took: Took, call: Call) -> LinkSpeed:
+    """A link's own part of what was measured: the rest is what a call takes without any link.
 
-
-def rate_bps(small_s: float, large_s: float) -> float:
-    """Bits per second each way, from a small and a large message that went there and back."""
-    bits = 2 * (LARGE_NUMBERS - SMALL_NUMBERS) * 4 * BYTE_BITS
-    return min(FASTEST_BPS, bits / max(large_s - small_s, 1e-9))
-
-
-def link_of(there_and_back_s: float, bits_per_s: float, call_s: float) -> LinkSpeed:
-    """A link's own part of what was measured: the rest is what a call costs without any link, `call_s`."""
-    return LinkSpeed(rtt_s=max(0.0, there_and_back_s - call_s), bandwidth_bps=bits_per_s)
+    Where messages take the link hardly longer than they take without one, its rate is a bound: it is at least that.
+    """
+    own_s = max(call.large_s, 1e-6)
+    rest_s = took.large_s - took.small_s - call.large_s
+    is_bound = rest_s < TOLD_APART * own_s
+    return LinkSpeed(
+        rtt_s=max(0.0, took.small_s - call.seconds),
+        bandwidth_bps=LARGE_BITS / max(rest_s, TOLD_APART * own_s),
+        rate_is_bound=is_bound,
+    )
 
 
 def refined(link: LinkSpeed, least_s: float, call_s: float, weight: float = 0.3) -> LinkSpeed:
     """A link after calls were served over it, the quickest of which took `least_s` besides its arithmetic."""
-    rtt_s = (1 - weight) * link.rtt_s + weight * max(0.0, least_s - call_s)
-    return LinkSpeed(rtt_s=rtt_s, bandwidth_bps=link.bandwidth_bps)
+    return replace(link, rtt_s=(1 - weight) * link.rtt_s + weight * max(0.0, least_s - call_s))

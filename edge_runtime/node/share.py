@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import psutil
+import torch
 
 from edge_runtime.cache.block_pool import BlockPool
 from edge_runtime.cache.block_store import BlockStore
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.cache.signatures import SignatureCache
-from edge_runtime.clock import Clock
+from edge_runtime.clock import Clock, ThreadClock
 from edge_runtime.elastic.gates import ProxyGates
 from edge_runtime.elastic.sub_experts import SubExperts, read_sub_experts
 from edge_runtime.elastic.tiers import Elasticity
@@ -354,7 +355,8 @@ def measured(
 ) -> LoadedShare:
     """The share with its speed: tried now, before it is used, unless one like it was tried before.
 
-    Not of an encoder-decoder model, whose steps have two kinds of rows.
+    Not of an encoder-decoder model, whose steps have two kinds of rows. One thread is timed by its processor time, since
+    nodes that start together on one machine are in each other's way; of several, some are idle, and only the clock tells.
     """
     share, settings, spec = deploy.share, loaded.settings, checkpoint.spec
     loaded.peers = deploy.peers
@@ -364,6 +366,8 @@ def measured(
     if loaded.speed is not None or spec.encoder is not None:
         return loaded
     sizes = footprint(checkpoint, context_tokens=settings.context_tokens)
+    if torch.get_num_threads() == 1:
+        clock = ThreadClock(clock)
     if loaded.runner is None:
         loaded.speed = try_experts(sizes, loaded.store, weight_format=settings.weight_format, clock=clock)
     elif held is None or loaded.runner is not held.runner:

@@ -99,13 +99,15 @@ def test_what_is_declared_is_shown_beside_what_was_measured():
     link = {
         "between": ["n1", "n2"],
         "declared": {"rtt_s": 0.001, "bandwidth_bps": 1e9},
-        "measured": {"rtt_s": 0.0048, "bandwidth_bps": 2e8},
+        "measured": {"rtt_s": 0.0048, "bandwidth_bps": 2e8, "rate_is_bound": False},
     }
-    text = status_table(body | {"links": [link]})
+    near = link | {"measured": {"rtt_s": 0.0, "bandwidth_bps": 1.8e10, "rate_is_bound": True}}
+    text = status_table(body | {"links": [link, near]})
     assert "n1: memory 9 GB/s declared, 8.12 GB/s, compute 60 GFLOP/s, experts 20 GB/s, a call 100 us" in text
     assert (
         "n1 - n2: round trip 1 ms declared, 4.8 ms measured; 1 Gbit/s declared, 200 Mbit/s measured" in text
     )
+    assert "1 ms declared, too short to tell, measured; 1 Gbit/s declared, over 18 Gbit/s measured" in text
 
 
 def test_a_speed_that_no_memory_has_is_not_shown_as_one():

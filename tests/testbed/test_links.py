@@ -107,7 +107,10 @@ def test_a_node_can_be_cut_off_from_all_the_coordinator_included():
 
 
 def test_a_process_that_does_not_shape_is_named_with_what_to_do():
-    with Servers("n5") as servers, pytest.raises(ClusterError, match="n5 does not shape its links; start .*up --shape"):
+    with (
+        Servers("n5") as servers,
+        pytest.raises(ClusterError, match="n5 does not shape its links; start .*up --shape"),
+    ):
         servers.change("n1", "n5", delay_s=0.01)
 
 

@@ -117,3 +117,12 @@ def test_measured_wins_over_declared_and_declared_over_typical() -> None:
     assert machines.link("a", "b") == LinkSpeed(rtt_s=0.1, bandwidth_bps=3e6)
     assert machines.link("c", "b") == LinkSpeed(rtt_s=0.25, bandwidth_bps=2e6)
     assert machines.link("a", "c") == LinkSpeed(rtt_s=0.001, bandwidth_bps=1e9)
+
+
+def test_a_measured_bound_leaves_a_declared_rate_that_it_does_not_contradict() -> None:
+    plain = cluster(node("a", 1), node("b", 1), default_link=Link("*", "*", 0.002, 1e9))
+    for bound_bps, expected in ((1e8, 1e9), (2e10, 2e10)):
+        found = machines_of(
+            plain, links={("a", "b"): LinkSpeed(rtt_s=0.001, bandwidth_bps=bound_bps, rate_is_bound=True)}
+        )
+        assert found.link("a", "b").bandwidth_bps == expected and found.link("a", "b").rtt_s == 0.001

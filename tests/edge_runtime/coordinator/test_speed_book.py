@@ -119,3 +119,16 @@ def test_links_are_the_mean_of_what_both_ends_say_and_only_who_reported_is_measu
     found = measured_of(reports, {}, ("a", "b", "c"))
     assert found.links == {("a", "b"): LinkSpeed(rtt_s=0.003, bandwidth_bps=2e8)}
     assert found.speeds.keys() == {"a"} and found.cores == {"a": 2.0}
+
+
+def test_of_two_ends_that_see_a_rate_and_a_bound_the_rate_counts_and_of_two_bounds_the_higher() -> None:
+    def seen(*ends: LinkSpeed) -> LinkSpeed:
+        reports = {
+            own: NodeReport(links={peer: link}) for own, peer, link in zip("ab", "ba", ends, strict=True)
+        }
+        return measured_of(reports, {}, "ab").links["a", "b"]
+
+    rate = LinkSpeed(rtt_s=0.001, bandwidth_bps=1e9)
+    low, high = (LinkSpeed(rtt_s=0.001, bandwidth_bps=bps, rate_is_bound=True) for bps in (2e9, 8e9))
+    assert seen(low, rate) == rate
+    assert seen(low, high) == high
