@@ -51,13 +51,16 @@ class NodeSpeed:
     """Seconds of a layer that the batch does not change. Measured on the demo model: 176 us of attention at batch 1, of
     which 83 are bytes."""
     call_overhead_s: float = 50e-6
-    """Seconds of an expert call beyond wire and arithmetic, once it has left. Measured there: 42 us per further peer."""
+    """Seconds that an expert call waits for this node beyond wire and arithmetic. Measured there: 42 us per further peer."""
     send_overhead_s: float = 50e-6
-    """Seconds that a home takes to lay out and send one call."""
+    """Seconds that a home takes to lay out one call."""
     row_overhead_s: float = 0.0
     """Seconds of a step that each row adds besides its arithmetic: tables, sampling, handing out."""
     call_work_s: float = 0.0
-    """Processor seconds that one call takes beyond arithmetic, of all threads at both ends; 0 where nobody measured."""
+    """Processor seconds of a call at the home that makes it, beyond laying it out: sending, and taking in the reply. One
+    after another for the peers of a layer. 0 where nobody measured."""
+    serve_work_s: float = 0.0
+    """Processor seconds of a call at the node that answers it, beyond arithmetic."""
     experts: ExpertSpeed | None = None
     """Of its experts, where measured; else they are as fast as the trunk."""
 
@@ -305,6 +308,7 @@ def slower(speed: NodeSpeed, factor: float) -> NodeSpeed:
         memory_bytes_per_s=speed.memory_bytes_per_s / factor,
         flops=speed.flops / factor,
         call_work_s=speed.call_work_s * factor,
+        serve_work_s=speed.serve_work_s * factor,
         experts=experts
         and ExpertSpeed(
             bytes_per_s=experts.bytes_per_s / factor,

@@ -9,7 +9,7 @@ Seconds of a home with its layers [first, last) and a batch of B token rows, as 
 
     trunk of the layer, head, experts  = bytes read / memory bandwidth + operations / flops
     one call of a peer = RTT + call overhead + bytes of rows / link rate + its experts
-    sending            = send overhead at the home for each peer that is called
+    sending            = what the home does itself for each peer that is called: lays out, sends, takes in
 
 Experts: expert e is chosen by a token with probability p(e), k/E for all without demand, k in all for a layer.
 B tokens touch it with 1 - (1 - p)^B, so E * (1 - (1 - k/E)^B) different ones in all; a token needs nothing of a set of
@@ -303,7 +303,8 @@ def expert_seconds(
         wire[:, index] = link.rtt_s + rows * (footprint.width * WIRE_ITEM_BYTES * 8 / link.bandwidth_bps)
         seconds[:, index] = wire[:, index] + machines.speed(node).call_overhead_s + remote[:, index]
         chance[:, index] = np.where(mass > 1e-9, called, 0.0)
-    sending = chance.sum(axis=1) * machines.speed(home).send_overhead_s
+    own = machines.speed(home)
+    sending = chance.sum(axis=1) * (own.send_overhead_s + own.call_work_s)
     slowest_first = [int(index) for index in np.argsort(-seconds.mean(axis=0), kind="stable")]
     longest, nobody_yet, on_wire = np.zeros(len(layers)), np.ones(len(layers)), np.zeros(len(layers))
     for position, index in enumerate(slowest_first):
@@ -315,9 +316,8 @@ def expert_seconds(
         nobody_yet = nobody
     work = {home: float((local + sending).sum())}
     for index, node in enumerate(shares.nodes):
-        ends = machines.speed(node).call_work_s / 2
-        work[node] = float((chance[:, index] * (remote[:, index] + ends)).sum())
-        work[home] += float(chance[:, index].sum()) * ends
+        served_s = remote[:, index] + machines.speed(node).serve_work_s
+        work[node] = float((chance[:, index] * served_s).sum())
     wait = sending + longest + nobody_yet * local - local
     return ExpertSeconds(local, wait, chance, sending, on_wire, work)
 

@@ -2,8 +2,8 @@
 
 A node tries its share when it loads it. While it serves, its heartbeats count steps, rows, calls and processor seconds; what
 the trial promised for them against what they took says how much slower its arithmetic is beside its other threads, and what
-each step and each call costs on top: least squares over the heartbeats, older ones fading. What heartbeats do not tell
-apart is off by the same factor. Pure.
+each step, each call that it makes and each that it answers costs on top: least squares over the heartbeats, older ones
+fading. What heartbeats do not tell apart is off by the same factor. Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +22,11 @@ from topology.step_time import operations
 ENOUGH_S = 0.03  # of promised work between two looks, to correct a speed by
 FADE = 0.9  # what a heartbeat counts for after the next one that brought enough
 PRIOR_WEIGHT = 0.01  # heartbeats that the trial itself counts for
-ALIKE_WEIGHT = 0.1  # and that its proportions count for: a heartbeat errs by 15 %, proportions by some 50 %
+ALIKE_WEIGHT = 0.02  # and that its proportions count for: a heartbeat errs by 10 %, proportions by some 70 %
 STEP_EXTRA_S = 200e-6  # beside a node's other threads, where nothing was seen yet
+SERVE_TIMES = (
+    2.5  # an expert call at its peer, in echoes: tensors to check, experts to find. Measured: 2.3 to 2.7
+)
 LEAST, MOST = 0.5, 6.0  # times what is believed
 TOKEN_WORK_S = 60e-6  # of a home for handing out a token: text, message
 
@@ -31,11 +34,12 @@ COUNTERS = ("step_steps", "step_rows_computed", "calls_made", "pairs_sent", "pai
 
 
 class Costs(NamedTuple):
-    """What a node's work takes: times its trial's arithmetic, and processor seconds of a step and of a call's end."""
+    """What a node's work takes: times its trial's arithmetic; processor seconds of a step, of a call made, of one answered."""
 
     factor: float
     step_s: float
     call_s: float
+    serve_s: float
 
 
 class Observed(msgspec.Struct, frozen=True):
@@ -49,8 +53,14 @@ class Observed(msgspec.Struct, frozen=True):
     pid: int = 0
     costs: Costs | None = None
     counted: dict[str, float] = {}
-    matrix: tuple[tuple[float, ...], ...] = ((0.0,) * 3,) * 3
-    aim: tuple[float, ...] = (0.0,) * 3
+    matrix: tuple[tuple[float, ...], ...] = ((0.0,) * 4,) * 4
+    aim: tuple[float, ...] = (0.0,) * 4
+
+
+def believed_of(speed: NodeSpeed) -> Costs:
+    """Before anything was seen of a node that found this speed in its trial."""
+    call_s = max(speed.call_work_s, 1e-6)
+    return Costs(1.0, STEP_EXTRA_S, call_s, max(SERVE_TIMES * speed.serve_work_s, 1e-6))
 
 
 def counters_of(report: NodeReport) -> dict[str, float]:
@@ -109,11 +119,12 @@ def look(
     done = {name: value - before.counted.get(name, 0.0) for name, value in counted.items()}
     if report.speed is None or not footprint.top_k or min(done.values()) < 0:  # another engine counts anew
         return msgspec.structs.replace(before, counted=counted)
-    believed = Costs(1.0, STEP_EXTRA_S, max(report.speed.call_work_s / 2, 1e-6))
+    believed = believed_of(report.speed)
     row = (
         promised_s(done, report.speed, footprint, plan),
         done["step_steps"] * believed.step_s,
-        (done["calls_made"] + done["calls_served"]) * believed.call_s,
+        done["calls_made"] * believed.call_s,
+        done["calls_served"] * believed.serve_s,
     )
     took_s = done["processor_s"]
     # An idle process takes a little too, and what is not counted (a later stage's steps) is not promised.
@@ -125,24 +136,28 @@ def look(
         for line, a in zip(before.matrix, shares, strict=True)
     )
     aim = tuple(FADE * old + part for old, part in zip(before.aim, shares, strict=True))
-    together = np.full((3, 3), 1 / 3)
-    pull = PRIOR_WEIGHT * together + ALIKE_WEIGHT * (np.eye(3) - together)
+    count = len(believed)
+    together = np.full((count, count), 1 / count)
+    pull = PRIOR_WEIGHT * together + ALIKE_WEIGHT * (np.eye(count) - together)
     times = np.linalg.solve(np.array(matrix) + pull, np.array(aim) + pull.sum(axis=0))
-    factor, step, call = (float(value) for value in np.clip(times, LEAST, MOST))
-    return Observed(pid, Costs(factor, step * believed.step_s, call * believed.call_s), counted, matrix, aim)
+    costs = Costs(*(float(value) for value in np.clip(times, LEAST, MOST) * np.array(believed)))
+    return Observed(pid, costs, counted, matrix, aim)
 
 
 def corrected(speed: NodeSpeed, costs: Costs | None) -> NodeSpeed:
-    """What a node measured of itself, as its work has turned out."""
-    if costs is None:
-        return replace(speed, step_overhead_s=speed.step_overhead_s + STEP_EXTRA_S)
+    """What a node measured of itself, as its work has turned out.
+
+    Who waits for a call that it answers waits for its work on it, and for what an echo takes beyond the work of both ends.
+    """
+    costs = costs or believed_of(speed)
     slowed = slower(speed, costs.factor)
-    times = 2 * costs.call_s / speed.call_work_s if speed.call_work_s else 1.0
+    idle_s = max(0.0, speed.call_overhead_s - speed.call_work_s - speed.serve_work_s)
     return replace(
         slowed,
         step_overhead_s=slowed.step_overhead_s + costs.step_s,
-        call_work_s=2 * costs.call_s,
-        call_overhead_s=speed.call_overhead_s * times,
+        call_work_s=costs.call_s,
+        serve_work_s=costs.serve_s,
+        call_overhead_s=idle_s + costs.serve_s,
     )
 
 

@@ -68,7 +68,8 @@ class Gauge:
         """What the coordinator is told."""
         if self.speed is None or self._call is None:
             return self.speed, dict(self._links)
-        own = replace(self.speed, call_overhead_s=self._call.seconds, call_work_s=self._call.work_s)
+        end_s = self._call.work_s / 2
+        own = replace(self.speed, call_overhead_s=self._call.seconds, call_work_s=end_s, serve_work_s=end_s)
         return own, dict(self._links)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from edge_runtime.coordinator.speed_book import (
     COUNTERS,
+    SERVE_TIMES,
     STEP_EXTRA_S,
     Costs,
     Observed,
@@ -24,8 +25,9 @@ from topology.speeds import ExpertSpeed, LinkSpeed, NodeSpeed
 SPEED = NodeSpeed(
     memory_bytes_per_s=30e9,
     flops=100e9,
-    call_work_s=200e-6,
-    call_overhead_s=100e-6,
+    call_work_s=100e-6,
+    serve_work_s=100e-6,
+    call_overhead_s=250e-6,
     experts=ExpertSpeed(bytes_per_s=40e9, flops=90e9, overhead_s=20e-6),
 )
 
@@ -44,18 +46,20 @@ def lived(plan: NodePlan, costs: Costs, seed: int = 1, beats: int = 12) -> Obser
         Observed(),
     )
     for _ in range(beats):
-        rows, steps, calls = rng.choice((1, 3, 16)), 100, rng.randrange(800)
+        rows, steps, calls, served = rng.choice((1, 3, 16)), 100, rng.randrange(400), rng.randrange(400)
         done = dict.fromkeys(totals, 0.0) | {
             "step_steps": float(steps),
             "step_rows_computed": float(steps * rows),
             "tokens": float(steps * rows),
-            "calls_made": calls / 2,
-            "calls_served": calls / 2,
+            "calls_made": float(calls),
+            "calls_served": float(served),
             "pairs_sent": float(calls),
-            "pairs_served": float(calls),
+            "pairs_served": float(served),
         }
         arithmetic = promised_s(done, SPEED, DEMO, plan)
-        done["processor_s"] = costs.factor * arithmetic + steps * costs.step_s + calls * costs.call_s
+        done["processor_s"] = (
+            costs.factor * arithmetic + steps * costs.step_s + calls * costs.call_s + served * costs.serve_s
+        )
         totals = {name: value + done[name] for name, value in totals.items()}
         found = look(found, 7, told(totals), DEMO, plan)
     return found
@@ -72,18 +76,25 @@ def told(totals: dict[str, float], speed: NodeSpeed | None = SPEED) -> NodeRepor
 
 
 @pytest.mark.parametrize(
-    "costs", [Costs(1.0, 200e-6, 100e-6), Costs(1.6, 500e-6, 300e-6), Costs(2.5, 1e-4, 5e-5)]
+    "costs",
+    [
+        Costs(1.0, 200e-6, 100e-6, 250e-6),
+        Costs(1.6, 500e-6, 150e-6, 600e-6),
+        Costs(2.5, 1e-4, 5e-5, 2e-4),
+    ],
 )
 def test_what_work_takes_is_found_from_heartbeats(plan, costs) -> None:
     found = lived(plan, costs).costs
     assert found is not None
-    for rows, calls in ((1, 0), (1, 8), (16, 0), (16, 8), (4, 2)):
+    for rows, calls, served in ((1, 0, 0), (1, 8, 0), (1, 0, 8), (16, 0, 0), (16, 4, 4), (4, 2, 1)):
         step = dict.fromkeys((*COUNTERS, "calls_served", "tokens"), 0.0)
         step |= {"step_steps": 1.0, "step_rows_computed": float(rows), "tokens": float(rows)}
-        step |= {"calls_made": calls / 2, "calls_served": calls / 2}
+        step |= {"calls_made": float(calls), "calls_served": float(served)}
         arithmetic = promised_s(step, SPEED, DEMO, plan)
-        true, told_ = (c.factor * arithmetic + c.step_s + calls * c.call_s for c in (costs, found))
-        assert told_ == pytest.approx(true, rel=0.2), (rows, calls)
+        true, told_ = (
+            c.factor * arithmetic + c.step_s + calls * c.call_s + served * c.serve_s for c in (costs, found)
+        )
+        assert told_ == pytest.approx(true, rel=0.2), (rows, calls, served)
 
 
 def test_a_little_work_teaches_nothing_and_a_restart_begins_anew(plan) -> None:
@@ -93,7 +104,7 @@ def test_a_little_work_teaches_nothing_and_a_restart_begins_anew(plan) -> None:
         "processor_s": 9.0,
     }
     assert look(first, 7, told(little), DEMO, plan).costs is None
-    known = lived(plan, Costs(2.0, 1e-4, 1e-4))
+    known = lived(plan, Costs(2.0, 1e-4, 1e-4, 2e-4))
     again = look(known, 8, told(dict.fromkeys(little, 0.0)), DEMO, plan)
     assert again.costs is None and again.pid == 8
     smaller = look(known, 7, told(dict.fromkeys(little, 0.0)), DEMO, plan)
@@ -103,12 +114,17 @@ def test_a_little_work_teaches_nothing_and_a_restart_begins_anew(plan) -> None:
 
 def test_costs_are_added_to_what_was_measured() -> None:
     plain = corrected(SPEED, None)
-    assert plain == replace(SPEED, step_overhead_s=SPEED.step_overhead_s + STEP_EXTRA_S)
-    slow = corrected(SPEED, Costs(2.0, 1e-3, 300e-6))
+    assert plain == replace(
+        SPEED,
+        step_overhead_s=SPEED.step_overhead_s + STEP_EXTRA_S,
+        serve_work_s=SERVE_TIMES * SPEED.serve_work_s,
+        call_overhead_s=pytest.approx(50e-6 + SERVE_TIMES * SPEED.serve_work_s),
+    )
+    slow = corrected(SPEED, Costs(2.0, 1e-3, 300e-6, 700e-6))
     assert slow.memory_bytes_per_s == SPEED.memory_bytes_per_s / 2
     assert slow.step_overhead_s == pytest.approx(2 * SPEED.step_overhead_s + 1e-3)
-    assert slow.call_work_s == pytest.approx(600e-6)
-    assert slow.call_overhead_s == pytest.approx(3 * SPEED.call_overhead_s)
+    assert (slow.call_work_s, slow.serve_work_s) == (300e-6, 700e-6)
+    assert slow.call_overhead_s == pytest.approx(750e-6), "what an echo waits beyond its work comes on top"
 
 
 def test_links_are_the_mean_of_what_both_ends_say_and_only_who_reported_is_measured() -> None:
