@@ -345,6 +345,8 @@ def predict_home_step(
     by_layer, head = trunk_seconds(footprint, speed, batch, context_tokens, machines.trunk_format(home))
     trunk_s = speed.step_overhead_s + batch * speed.row_overhead_s
     trunk_s += float(by_layer[first_layer:last_layer].sum())
+    if first_layer == 0:
+        trunk_s += batch * speed.token_overhead_s
     if last_layer == footprint.num_layers:
         trunk_s += head
     if not layers:

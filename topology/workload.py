@@ -107,7 +107,10 @@ def group_seconds(
         return seconds
     turns = [_turn(*period, machines) for period in found]
     beside = [
-        {machines.reader: count * machines.token_work_s} if machines.reader else {} for _, count in pairs
+        {machines.reader: num_batches * machines.read_step_s + count * machines.read_token_s}
+        if machines.reader
+        else {}
+        for (_, count), (_, num_batches, _) in zip(pairs, found, strict=True)
     ]
     return shared_seconds(turns, machines.cores, machines.busy, beside)
 

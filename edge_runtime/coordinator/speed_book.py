@@ -155,6 +155,7 @@ def corrected(speed: NodeSpeed, costs: Costs | None) -> NodeSpeed:
     return replace(
         slowed,
         step_overhead_s=slowed.step_overhead_s + costs.step_s,
+        token_overhead_s=costs.factor * TOKEN_WORK_S,
         call_work_s=costs.call_s,
         serve_work_s=costs.serve_s,
         call_overhead_s=idle_s + costs.serve_s,

@@ -9,6 +9,7 @@ from edge_runtime.coordinator.speed_book import (
     COUNTERS,
     SERVE_TIMES,
     STEP_EXTRA_S,
+    TOKEN_WORK_S,
     Costs,
     Observed,
     corrected,
@@ -117,6 +118,7 @@ def test_costs_are_added_to_what_was_measured() -> None:
     assert plain == replace(
         SPEED,
         step_overhead_s=SPEED.step_overhead_s + STEP_EXTRA_S,
+        token_overhead_s=TOKEN_WORK_S,
         serve_work_s=SERVE_TIMES * SPEED.serve_work_s,
         call_overhead_s=pytest.approx(50e-6 + SERVE_TIMES * SPEED.serve_work_s),
     )
