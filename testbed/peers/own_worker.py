@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class _Clock:
     def __init__(self) -> None:
         self.now = perf_counter
         self.processor_s = process_time
+        self.thread_s = thread_time
 
     def sleep(self, seconds: float) -> None:
         raise AssertionError("an engine that is stepped by hand never waits")
