@@ -15,6 +15,7 @@ from topology.explain import explain
 from topology.placement import Placement
 from topology.serving import default_counts, predict_serving
 from topology.speeds import machines_of
+from topology.stages import why_left_out
 from topology.traits import ExpertTraits
 from topology.units import format_byte_rate, format_duration, format_flops, format_rate
 
@@ -176,7 +177,12 @@ def plan_body(
             for one in predicted
             if math.isfinite(one.seconds)
         ],
-        "nodes": [asdict(row) for row in explain(placement, cluster, footprint)],
+        "nodes": [
+            asdict(row)
+            for row in explain(
+                placement, cluster, footprint, why_left_out(cluster, footprint, placement, cores=cores)
+            )
+        ],
     }
 
 

@@ -100,7 +100,8 @@ def measure(
 ) -> list[Measured]:
     """Every plan of a topology file, each under so many requests.
 
-    All of them are up at once and are measured in turn, since the machine is never the same for long.
+    All of them are up at once and are measured in turn, since the machine is never the same for long. Plans that give every
+    node the same, such as the planner's choice and what it chose, are one cluster, measured once for both.
     """
     text, cluster = topology.read_text(encoding="utf-8"), read_cluster(topology)
     text = re.sub(r"(?m)^model\s*=.*$", f'model = "{cluster.model}"', text)
@@ -113,9 +114,12 @@ def measure(
             file = Path(folder) / f"plan{index}.toml"
             file.write_text(on_other_ports(changed, PORTS * index), encoding="utf-8")
             try:
-                plans[name] = _Plan(read_cluster(file), counts)
+                plan = _Plan(read_cluster(file), counts)
             except TopologyError as error:
                 impossible[name] = str(error)
+                continue
+            plans[name] = next((other for other in plans.values() if other.placement == plan.placement), plan)
+            if plans[name] is not plan:
                 continue
             running = stack.enter_context(RunningCluster(file, clock))
             plans[name].client = stack.enter_context(running.client())
@@ -124,7 +128,7 @@ def measure(
             plans[name].warm_up(clock)
         for number in range(rounds):
             report(f"round {number + 1} of {rounds}")
-            for plan in plans.values():
+            for plan in dict.fromkeys(plans.values()):
                 for count in counts:
                     plan.measure(count, clock)
         found = [plan.measured(name, count) for name, plan in plans.items() for count in counts]
@@ -140,7 +144,7 @@ class _Plan:
     def __init__(self, cluster: Cluster, counts: Sequence[int]) -> None:
         self._cluster = cluster
         self._sizes = footprint(Checkpoint.open(cluster.model), context_tokens=cluster.context_tokens)
-        self._placement = plan_for(cluster, self._sizes, cluster.node_names)
+        self.placement = plan_for(cluster, self._sizes, cluster.node_names)
         self._cells: dict[int, list[tuple[float, float, float]]] = {count: [] for count in counts}
 
     def warm_up(self, clock: Clock) -> None:
@@ -150,7 +154,7 @@ class _Plan:
             clock.sleep(SETTLE_S / 2)
 
     def measure(self, count: int, clock: Clock) -> None:
-        cell = measure_cell(self.client, self.pids, self._cluster, self._sizes, self._placement, count, clock)
+        cell = measure_cell(self.client, self.pids, self._cluster, self._sizes, self.placement, count, clock)
         self._cells[count].append(cell)
 
     def measured(self, name: str, count: int) -> Measured:
@@ -158,7 +162,7 @@ class _Plan:
         return Measured(
             plan=name,
             requests=count,
-            groups="; ".join(map(str, self._placement.groups)),
+            groups="; ".join(map(str, self.placement.groups)),
             predicted_ms=statistics.median(predicted),
             measured_ms=statistics.median(took),
             measured_min_ms=min(took),

@@ -1,6 +1,8 @@
 """Say what a placement gives each node, in bytes, and why. For people and for `plan --json`; decides nothing."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from topology.cluster import DECODE, EXPERTS, Cluster, find_node
 from topology.costs import ModelFootprint, context_limit
@@ -31,8 +33,13 @@ class NodeRow:
     why: str
 
 
-def explain(placement: Placement, cluster: Cluster, footprint: ModelFootprint) -> tuple[NodeRow, ...]:
-    """One row per node, in the order of the placement."""
+def explain(
+    placement: Placement,
+    cluster: Cluster,
+    footprint: ModelFootprint,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[NodeRow, ...]:
+    """One row per node, in the order of the placement. left_out: why a plan uses nodes for less than they may do."""
     copies = placement.copies()
     num_experts = len(footprint.experts())
 
@@ -43,6 +50,9 @@ def explain(placement: Placement, cluster: Cluster, footprint: ModelFootprint) -
             _expert_reason(plan, cluster, unique=unique, num_experts=num_experts),
             *_pin_reasons(plan, cluster),
         ]
+        if plan.node in left_out:
+            is_idle = not plan.layers and not plan.experts
+            reasons = ([] if is_idle else reasons) + [f"left out: {left_out[plan.node]}"]
         return NodeRow(
             name=plan.node,
             roles=tuple(sorted(plan.roles)),

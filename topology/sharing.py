@@ -5,6 +5,11 @@ A part that wants a processor waits for the others that want one: with X of them
 max(1, (1 + X) / C) times as long. X is what the others use on average, spread as by chance (Poisson); who waits longer
 uses it less often, so the answer is a fixed point. Alone on a machine with processors enough nothing changes.
 
+Others on the machine, who want a processor all the time, are something else: a fair scheduler gives a process that sleeps
+in between its turn at once, as long as it takes no more than its share. With U processors in use by all of ours, u by the
+hungriest process, and B of the others, shares are even at u' = (C - U') / B: steps take (U + B u) / C times as long if that
+is above 1, and else no longer.
+
 Knows predictions, not how they come about.
 """
 
@@ -22,11 +27,13 @@ class Turn(NamedTuple):
     seconds   of a step
     serial_s  machine -> processor seconds that the step has to wait for, one after another
     work_s    machine -> processor seconds of all threads; what is beyond `serial_s` happens beside it
+    by_process  machine -> process -> its part of `work_s`; empty where all of it is one process
     """
 
     seconds: float
     serial_s: Mapping[str, float]
     work_s: Mapping[str, float]
+    by_process: Mapping[str, Mapping[str, float]] = {}
 
 
 def shared_seconds(
@@ -38,7 +45,7 @@ def shared_seconds(
     """Seconds of a step of each group while all of them run, in their order.
 
     cores   machine -> processors; a machine that is not there has enough
-    busy    threads of others that want a processor of each machine all the time, as a mean
+    busy    processes of others that want a processor of each machine all the time, as a mean
     beside  for each turn, machine -> processor seconds that its step costs there besides, for whoever reads its tokens
     """
     beside = beside or [{}] * len(turns)
@@ -57,12 +64,38 @@ def shared_seconds(
         for index, turn in enumerate(turns):
             for machine in machines:
                 own = turn.serial_s.get(machine, 0.0) * slower[index][machine]
-                others = max(0.0, wanted[machine] - own / max(seconds[index], 1e-12)) + busy
+                others = max(0.0, wanted[machine] - own / max(seconds[index], 1e-12))
                 aim = _stretch(others, cores[machine])
                 slower[index][machine] += (aim - slower[index][machine]) / 2
             waits = sum(turn.serial_s.get(m, 0.0) * (slower[index][m] - 1) for m in machines)
             seconds[index] = turn.seconds + waits
+    for machine in machines if busy else ():
+        factor = _share_factor(turns, seconds, beside, machine, cores[machine], busy)
+        seconds = [
+            took * factor if turn.serial_s.get(machine) else took
+            for turn, took in zip(turns, seconds, strict=True)
+        ]
     return seconds
+
+
+def _share_factor(
+    turns: Sequence[Turn],
+    seconds: Sequence[float],
+    beside: Sequence[Mapping[str, float]],
+    machine: str,
+    cores: float,
+    busy: float,
+) -> float:
+    """How many times as long steps take so that no process has more than what a fair scheduler gives it beside others."""
+    used = 0.0
+    by_process: dict[str, float] = {}
+    for index, (turn, took, more) in enumerate(zip(turns, seconds, beside, strict=True)):
+        work = turn.work_s.get(machine, 0.0)
+        used += (work + more.get(machine, 0.0)) / took
+        for process, part in (turn.by_process.get(machine) or {str(index): work}).items():
+            by_process[process] = by_process.get(process, 0.0) + part / took
+    hungriest = min(1.0, max(by_process.values(), default=0.0))
+    return max(1.0, (used + busy * hungriest) / cores)
 
 
 def _stretch(others: float, cores: float) -> float:

@@ -123,7 +123,7 @@ class Machines:
     cores: Mapping[str, float] = field(default_factory=dict)
     """Machine -> its processors; one that is not there has one for whoever wants it."""
     busy: float = 0.0
-    """Threads of others that want a processor of each machine all the time, as a mean."""
+    """Processes of others that want a processor of each machine all the time, as a mean."""
     reader: str = ""
     """Machine of the coordinator, where every step's tokens are handed on; empty if not known."""
     read_step_s: float = 0.0

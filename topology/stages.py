@@ -199,6 +199,25 @@ def choose_plan(
     )
 
 
+def why_left_out(
+    cluster: Cluster,
+    footprint: ModelFootprint,
+    placement: Placement,
+    *,
+    speeds: Mapping[str, NodeSpeed] | None = None,
+    links: Mapping[tuple[str, str], LinkSpeed] | None = None,
+    cores: Mapping[str, float] | None = None,
+) -> dict[str, str]:
+    """Node -> why a placement uses it for less than its roles allow, with figures; nobody where nothing was predicted."""
+    if cluster.plan == "home" or not placement.groups or not (footprint.width and footprint.top_k):
+        return {}
+    search = _Search(
+        cluster, footprint, machines_of(cluster, speeds, links, cores), default_workload(cluster)
+    )
+    hosts = frozenset(plan.node for plan in placement.nodes if EXPERTS in plan.roles)
+    return search.why_left_out(Candidate(search.kind_of(placement.groups), placement.groups, hosts))
+
+
 def default_workload(cluster: Cluster) -> Workload:
     """Half one request at a time, half as many as a node may run."""
     return Workload(batches=((1, 0.5), (max(1, cluster.max_requests), 0.5)))

@@ -129,11 +129,14 @@ def _turn(seconds: float, num_batches: int, prediction: GroupPrediction, machine
         }.items():
             serial[machines.host(node)] = serial.get(machines.host(node), 0.0) + part
     work: dict[str, float] = {}
+    by_process: dict[str, dict[str, float]] = {}
     for node, part in prediction.work_s.items():
-        work[machines.host(node)] = work.get(machines.host(node), 0.0) + num_batches * part
+        machine = machines.host(node)
+        work[machine] = work.get(machine, 0.0) + num_batches * part
+        by_process.setdefault(machine, {})[node] = num_batches * part
     # What is not waited for since another stage is at work on another batch is not waited for here either.
     share = min(1.0, seconds / max(prediction.latency_s, 1e-12))
-    return Turn(seconds, {name: part * share for name, part in serial.items()}, work)
+    return Turn(seconds, {name: part * share for name, part in serial.items()}, work, by_process)
 
 
 def _shares(amount: int, rates: Sequence[float]) -> list[int]:

@@ -38,6 +38,22 @@ def test_threads_of_others_and_readers_take_their_part() -> None:
     assert read == pytest.approx(2.0, rel=0.1)
 
 
+def test_who_takes_no_more_than_its_share_is_not_held_up_by_others_who_always_want_more() -> None:
+    """A quarter of a processor is below an even share of two among six; three quarters are above."""
+    [light] = shared_seconds([turn(0.001, wire=0.003)], {"m": 2.0}, 5.0)
+    assert light == pytest.approx(0.004)
+    [heavy] = shared_seconds([turn(0.003, wire=0.001)], {"m": 2.0}, 5.0)
+    assert heavy == pytest.approx(0.004 * (0.75 + 5 * 0.75) / 2)
+
+
+def test_a_turn_of_many_light_processes_is_held_up_by_the_hungriest_only() -> None:
+    work = {"m": {"a": 0.0008, "b": 0.0006, "c": 0.0006}}
+    together = Turn(0.002, {"m": 0.002}, {"m": 0.002})
+    apart = together._replace(by_process=work)
+    [one], [several] = (shared_seconds([each], {"m": 2.0}, 2.0) for each in (together, apart))
+    assert one == pytest.approx(0.003) and several == pytest.approx(0.002)
+
+
 def test_another_machine_is_not_waited_for() -> None:
     both = shared_seconds([turn(1.0), turn(1.0, machine="n")], {"m": 1.0, "n": 1.0})
     assert both == pytest.approx([1.0, 1.0])

@@ -1,6 +1,7 @@
 """The planner: near the best of all plans on small clusters, never behind the best machine alone, quick on large ones."""
 
 import random
+import re
 import time
 from dataclasses import replace
 
@@ -27,11 +28,12 @@ from topology import costs
 from topology.cluster import Cluster
 from topology.costs import ModelFootprint
 from topology.errors import PlacementError
+from topology.explain import explain
 from topology.ids import ExpertId
 from topology.layout import lay_out
 from topology.placement import plan_placement
 from topology.speeds import NodeSpeed, machines_of
-from topology.stages import HOME, HOMES, SOLO, STAGES, ClusterPlan, choose_plan
+from topology.stages import HOME, HOMES, SOLO, STAGES, ClusterPlan, choose_plan, why_left_out
 from topology.step_time import PlacementClock
 from topology.workload import Workload
 
@@ -236,6 +238,19 @@ def test_a_node_twenty_times_slower_is_left_out_with_figures() -> None:
     assert (
         "hosts no experts: a token would take" in home.left_out["snail"] and " ms " in home.left_out["snail"]
     )
+
+
+def test_a_plan_says_of_a_slow_node_that_it_is_left_out_and_what_it_would_take() -> None:
+    empty = cluster(rtt_s=200e-6, memory_ratio=1.0)
+    fast = node("fast", needed_bytes(empty, DEMO, 0, 6, 1.1), rate=8e9)
+    snail = node("snail", needed_bytes(empty, DEMO, 0, 6, 1.1), rate=0.1e9)
+    built = replace(empty, nodes=(fast, snail))
+    placement = choose_plan(built, DEMO, workload=ALONE).placement
+    why = {row.name: row.why for row in explain(placement, built, DEMO, why_left_out(built, DEMO, placement))}
+    assert why["snail"].startswith("left out: runs no layers: a token would take ")
+    at_it, in_plan = re.findall(r"([\d.]+) ms", why["snail"])[:2]
+    assert float(at_it) > 2 * float(in_plan) and "left out" not in why["fast"]
+    assert why_left_out(replace(built, plan="home"), DEMO, placement) == {}, "there every node is a home"
 
 
 def test_kv_for_the_workload_is_not_given_up_for_experts() -> None:
