@@ -12,6 +12,7 @@ from topology.cluster import Cluster
 from topology.costs import ModelFootprint
 from topology.coverage import coverage_of
 from topology.explain import explain
+from topology.pin_conflicts import pin_conflicts
 from topology.placement import Placement
 from topology.serving import default_counts, predict_serving
 from topology.speeds import machines_of
@@ -172,6 +173,7 @@ def plan_body(
         "placement": placement.rule,
         "load_bytes": sum(plan.trunk_bytes + plan.expert_bytes for plan in placement.nodes),
         "coverage": asdict(coverage_of(placement, traits)) if traits is not None else None,
+        "pin_conflicts": pin_conflicts(cluster, traits) if traits is not None else [],
         "predicted": [
             {"requests": one.requests, "seconds": one.seconds, "tokens_per_s": one.tokens_per_s}
             for one in predicted
@@ -212,7 +214,11 @@ def plan_table(body: dict[str, Any]) -> str:
     ]
     told = f"between two tokens of a request, as predicted: {', '.join(predicted)}"
     return "\n".join(
-        [head, _rule_line(body), "", table_text(table), "", *reasons, *([told] if predicted else [])]
+        [
+            *(head, _rule_line(body), "", table_text(table), "", *reasons),
+            *(f"pins against groups: {sentence}" for sentence in body["pin_conflicts"]),
+            *([told] if predicted else []),
+        ]
     )
 
 
