@@ -175,6 +175,7 @@ def coordinator(topology: Path | None, shape: bool) -> None:
         plan_to_go_on_with,
         snapshot_of,
     )
+    from edge_runtime.coordinator.traffic_book import TrafficBook
     from edge_runtime.launch import COORDINATOR, recorded
     from edge_runtime.model.footprint import footprint
     from edge_runtime.weights.locate import located, open_model
@@ -192,6 +193,8 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     )
     if why:
         say(why)
+    if before is not None and before.model_hash == checkpoint.model_hash:
+        routes.traffic = TrafficBook(before.requests)
     epoch = before.newest + 1 if before is not None else 1
     plan = found or Plan(
         cluster,
@@ -199,7 +202,8 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     )
 
     def keep(where: "Epochs") -> None:
-        snapshot = snapshot_of(where, checkpoint.model_hash, _hash_of(path))
+        counts = routes.traffic.counts
+        snapshot = snapshot_of(where, checkpoint.model_hash, _hash_of(path), counts)
         write_snapshot(path, encode_snapshot(snapshot))
 
     daemon = CoordinatorDaemon(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from edge_runtime.coordinator.traffic_book import TrafficBook
 from edge_runtime.elastic.tiers import FULL, Elasticity, tier_asked
 from edge_runtime.errors import ArtifactError
 from edge_runtime.protocol import Submit
@@ -63,6 +64,7 @@ class Routes:
         self._rings: dict[tuple[str, ...], PrefillRing] = {}
         self._sent: dict[str, OrderedDict[bytes, None]] = {}  # home -> blocks that it has had, latest last
         self.num_sent: dict[str, int] = {}
+        self.traffic = TrafficBook()
         self.num_prompt_blocks: dict[str, int] = {}
         self.num_hit_blocks: dict[str, int] = {}
         self._band: LocalityBand | None = None
@@ -167,17 +169,21 @@ class Routes:
     def joint(
         self, homes: Sequence[str], traits: ExpertTraits | None
     ) -> tuple[ExpertTraits | None, Traffic | None]:
-        """What a placement for these homes should know: each will get the requests of one cluster, and what those use."""
+        """What a placement for these homes should know: how many of the requests each has had, and with `eldr` that each will
+        get the requests of one cluster, and what those use.
+        """
+        share = self.traffic.shares(homes)
+        counted = Traffic(share) if share else None
         if self.policy != ELDR or traits is None or self._fit is None or not homes:
-            return traits, None
+            return traits, counted
         demand = self._fit.demand(self.clusters_for(len(homes)))
         if demand is None or demand.shape[1:] != traits.frequency.shape:
-            return traits, None
+            return traits, counted
         known = ExpertTraits(
             traits.layers, traits.frequency, traits.similarity, traits.groups, by_cluster=shares(demand)
         )
         one = np.eye(len(homes)).tolist()
-        return known, Traffic(mix=dict(zip(homes, one, strict=True)))
+        return known, Traffic(share, dict(zip(homes, one, strict=True)))
 
     # Requests.
 
@@ -259,6 +265,7 @@ class Routes:
         if self._lanes is not None:
             self._lanes.sent(tier, home)
         self.num_sent[home] = self.num_sent.get(home, 0) + 1
+        self.traffic.sent(home)
         self.num_prompt_blocks[home] = self.num_prompt_blocks.get(home, 0) + len(hashes)
         self.num_hit_blocks[home] = self.num_hit_blocks.get(home, 0) + self.hits(home, hashes)
         known = self._sent.setdefault(home, OrderedDict())

@@ -3,6 +3,8 @@
 Who is there, what they hold and which answers run, nodes tell themselves. One that cannot be read counts as none.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 
 from edge_runtime.coordinator.deploy import Plan, refuse_unchangeable
@@ -19,6 +21,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     file_hash  of the topology file with which the coordinator was started, as it was then
     newest     epoch: no later one was used
+    requests   by home, as the placement's planner counts them; see `traffic_book.py`
     """
 
     format: int
@@ -28,9 +31,12 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     placement: Placement
     newest: int
     outcomes: list[Outcome]
+    requests: dict[str, int] = {}
 
 
-def snapshot_of(epochs: Epochs, model_hash: str, file_hash: str) -> Snapshot:
+def snapshot_of(
+    epochs: Epochs, model_hash: str, file_hash: str, requests: Mapping[str, int] | None = None
+) -> Snapshot:
     """What is worth keeping of it now."""
     return Snapshot(
         format=FORMAT,
@@ -40,6 +46,7 @@ def snapshot_of(epochs: Epochs, model_hash: str, file_hash: str) -> Snapshot:
         placement=epochs.placement,
         newest=epochs.newest,
         outcomes=list(epochs.outcomes),
+        requests=dict(requests or {}),
     )
 
 
