@@ -9,6 +9,7 @@ import click
 from testbed.bench_cli import Several, bench
 from testbed.corpus_cli import corpus
 from testbed.experiment_cli import stand_ins
+from testbed.lane_cli import lanes
 from testbed.quality_cli import quality
 from testbed.routing_cli import routing, routing_daemons
 
@@ -29,6 +30,7 @@ testbed.add_command(quality)
 testbed.add_command(routing)
 testbed.add_command(routing_daemons)
 testbed.add_command(stand_ins)
+testbed.add_command(lanes)
 
 
 @testbed.command(

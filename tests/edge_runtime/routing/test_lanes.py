@@ -29,10 +29,10 @@ def test_clear_tiers_have_a_lane_and_those_near_the_border_both(tier, homes, lan
     assert eligible(LANES, SETTINGS, tier, FREE) == (tuple(homes), lane, False)
 
 
-def test_a_full_lane_is_left_only_if_the_other_has_room():
+def test_a_full_lane_is_left_for_a_slot_in_the_other_or_where_all_wait():
     full = FREE | {"a": False, "b": False}
     assert eligible(LANES, SETTINGS, 4, full | {"c": False}) == (("d",), "low", True)
-    assert eligible(LANES, SETTINGS, 4, dict.fromkeys("abcd", False)) == (("a", "b"), "low", False)
+    assert eligible(LANES, SETTINGS, 4, dict.fromkeys("abcd", False)) == (tuple("abcd"), "low", True)
     assert eligible(LANES, SETTINGS, 4, {"c": True}) == (("c",), "low", True), (
         "homes that are gone are no lane"
     )
