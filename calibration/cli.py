@@ -274,6 +274,43 @@ def gate(
     click.echo(str(out))
 
 
+@calibrate.command(epilog="\b\nExample:\n  edge-runtime calibrate tiers models/edge-moe-demo --corpus corpus")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--corpus", required=True, type=click.Path(path_type=Path), help="As of `calibrate`.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
+@click.option("--windows", default=32, show_default=True, type=click.IntRange(1), help="Windows of text.")
+@click.option("--window", default=256, show_default=True, type=click.IntRange(8), help="Tokens of a window.")
+@click.option("--seed", default=1, show_default=True)
+@click.option(
+    "--threads", default=None, type=click.IntRange(1), help="Default: every core this process may use."
+)
+def tiers(
+    model: Path, corpus: Path, out: Path | None, windows: int, window: int, seed: int, threads: int | None
+) -> None:
+    """Measure what each layer loses at each K, once experts are split: what budgets pay, and how K is split over layers."""
+    from calibration.tier_losses import measure_tiers
+    from edge_runtime.artifacts import artifact_folder
+    from edge_runtime.clock import SystemClock
+
+    use_threads(threads)
+    out = out or artifact_folder(model)
+    with shown_progress() as progress:
+        artifact = measure_tiers(
+            model,
+            corpus,
+            out,
+            SystemClock(),
+            num_windows=windows,
+            window_tokens=window,
+            seed=seed,
+            progress=progress,
+            say=_say,
+        )
+    mass = artifact.tensor("tier_losses", "mass").mean(0)
+    _say(f"gate weight left out at half of all sub-experts: {float(mass[len(mass) // 2 - 1]):.1%}")
+    click.echo(str(out))
+
+
 def use_threads(threads: int | None) -> int:
     """Compute on so many threads, or on every core this process may use. Returns how many."""
     import torch

@@ -4,7 +4,7 @@ Runs the plain model over windows of validation text with each gate in turn. Kno
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -39,24 +39,31 @@ def whole_route(model: PlainModel, top_k: int, *, renormalise: bool) -> Route:
     return route
 
 
-def proxy_route(model: PlainModel, parts: SubExperts, tier: int) -> Route:
-    """The proxy gate at tier K; experts must be split."""
+def proxy_route(model: PlainModel, parts: SubExperts, tier: int | Mapping[int, int]) -> Route:
+    """The proxy gate at tier K, or at a K for each layer; experts must be split."""
 
     def route(layer: int, x: Tensor, logits: Tensor) -> Routed:
         spec = model.spec.layers[layer].gate
         assert spec is not None, f"layer {layer} has no gate"
         ids, weights = choose_experts(spec, logits, **model.gate_extras(layer))
-        each, N, r = parts.layers[layer], parts.num_parts, parts.gate_neurons
-        activations = torch.zeros(*ids.shape, N, r)
-        for expert in ids.unique().tolist():
-            rows, columns = (ids == expert).nonzero(as_tuple=True)
-            found = model.activations(layer, expert, x[rows]).unflatten(1, (N, -1))
-            activations[rows, columns] = found[..., :r]
+        each, activations = parts.layers[layer], slice_activations(model, parts, layer, x, ids)
         scores = slice_scores(weights, activations, each.slopes[ids], each.offsets[ids])
-        kept = choose_slices(scores, torch.full((len(x),), tier))
+        own = tier if isinstance(tier, int) else tier[layer]
+        kept = choose_slices(scores, torch.full((len(x),), own))
         return Routed(ids, weights[..., None] * kept)
 
     return route
+
+
+def slice_activations(model: PlainModel, parts: SubExperts, layer: int, x: Tensor, ids: Tensor) -> Tensor:
+    """What the gate neurons of each row's experts give: x [T, D], ids [T, k0] -> [T, k0, N, r]; experts must be split."""
+    N, r = parts.num_parts, parts.gate_neurons
+    activations = torch.zeros(*ids.shape, N, r)
+    for expert in ids.unique().tolist():
+        rows, columns = (ids == expert).nonzero(as_tuple=True)
+        found = model.activations(layer, expert, x[rows]).unflatten(1, (N, -1))
+        activations[rows, columns] = found[..., :r]
+    return activations
 
 
 def perplexity(model: PlainModel, windows: Tensor, route: Route | None) -> float:
@@ -96,6 +103,8 @@ def perplexity_table(
                 model, windows, whole_route(model, tier // N, renormalise=True)
             )
         row["proxy"] = perplexity(model, windows, proxy_route(model, parts, tier))
+        if parts.tier_losses is not None:
+            row["proxy_split"] = perplexity(model, windows, proxy_route(model, parts, parts.split_of(tier)))
         for name, gates in (("linear", untrained), ("linear_tuned", tuned)):
             row[name] = None
             if gates is not None:

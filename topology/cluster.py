@@ -167,6 +167,8 @@ class Cluster:
     """Folder of the calibration artifact; None for the one in the model's folder, if there is one."""
     sub_experts: bool = False
     """Experts lie as calibration split them, so that requests may ask for part of them."""
+    split_tiers: bool = False
+    """A request's K is spread over layers by what each is measured to lose; else it is the same in each."""
     pins: tuple[Pin, ...] = ()
     """Experts that have to be on certain nodes, in the order of the file."""
     routing: Routing = Routing()

@@ -40,6 +40,7 @@ _CLUSTER_KEYS = {
     "selector": Key("selector", readers.read_selector),
     "calibration": Key("calibration", readers.read_text),
     "sub_experts": Key("sub_experts", readers.read_flag),
+    "split_tiers": Key("split_tiers", readers.read_flag),
     "keys": Key("keys", readers.read_text),
     "process_reserve": Key("process_reserve_bytes", _SIZE),
     "kv_tokens": Key("kv_tokens", readers.read_count),
@@ -123,6 +124,8 @@ def parse_cluster(
     _check_nodes(page, cluster, nodes)
     _check_links(page, nodes, links)
     _check_pins(page, nodes, pins)
+    if cluster.get("split_tiers") and not cluster.get("sub_experts"):
+        page.fault(("cluster", "split_tiers"), "counts only with sub_experts = true")
     if routing.get("lanes") and not cluster.get("sub_experts"):
         page.fault(("routing", "lanes"), "lanes are of tiers, so they need sub_experts = true in [cluster]")
     if page.faults:

@@ -92,6 +92,7 @@ def refuse_unchangeable(running: Cluster, wanted: Cluster, context_tokens: int) 
         "keys",
         "calibration",
         "sub_experts",
+        "split_tiers",
         "heartbeat_s",
         "lost_after_s",
     )

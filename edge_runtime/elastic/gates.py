@@ -4,10 +4,12 @@ Holds the gate neurons of all experts of a layer, also of those that other nodes
 request.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from edge_runtime.elastic.sub_experts import LayerParts, SubExperts
@@ -25,10 +27,14 @@ class SlicedRows(NamedTuple):
 
     slices   for the ExpertPort
     dropped  [T] float32, expected share of each row's gate weight that is left out
+    lost     [T], the loss that is expected of that, in the unit of the quality ledger
+    ran      [T] int32, slices that each row runs
     """
 
     slices: Slices
     dropped: Tensor
+    lost: NDArray[np.float64]
+    ran: Tensor
 
 
 class _LayerGate(NamedTuple):
@@ -49,7 +55,8 @@ class ProxyGates:
         spec = checkpoint.spec
         gate = next(layer.gate for layer in spec.layers if layer.gate is not None)
         self.elasticity = Elasticity(parts.num_parts, gate.top_k)
-        self.sensitivity = parts.sensitivity
+        self._drop_loss, self._power = parts.drop_loss, parts.power
+        self._splits = _tables(parts, self.elasticity.full_tier)
         self._layers: dict[int, _LayerGate] = {}
         self._asked: Tensor | None = None
         self._answer: Tensor | None = None
@@ -72,17 +79,49 @@ class ProxyGates:
         return sum(each.neurons.nbytes for each in self._layers.values())
 
     def choose(
-        self, layer: int, x: Tensor, expert_ids: Tensor, gate_weights: Tensor, tiers: Tensor
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        gate_weights: Tensor,
+        tiers: Tensor,
+        caps: NDArray[np.float64] | None = None,
     ) -> SlicedRows | None:
-        """What each row runs at its tier [T] int32; None if all run everything."""
+        """What each row runs at its tier [T] int32; None if all run everything.
+
+        caps  [T], the most that a row may lose in this layer; a row whose tier would lose more runs as few slices
+              more as that takes. None: nobody's loss matters
+        """
         found, wanted = self._layers.get(layer), self._wanted(tiers)
         if found is None or wanted is None:
             return None
-        parts = found.parts
-        masks, dropped = slices.choose_by_neurons(
-            x, expert_ids, gate_weights, found.neurons, parts.slopes, parts.offsets, wanted
-        )
-        return SlicedRows(Slices(masks, self.elasticity.num_parts), dropped)
+        if self._splits is not None:
+            wanted = self._splits[layer][wanted.long()]
+
+        def chosen(at: Tensor | slice, K: Tensor) -> tuple[Tensor, Tensor]:
+            parts = found.parts
+            return slices.choose_by_neurons(
+                x[at], expert_ids[at], gate_weights[at], found.neurons, parts.slopes, parts.offsets, K
+            )
+
+        masks, dropped = chosen(slice(None), wanted)
+        lost = self._lost(layer, dropped)
+        if caps is not None and (lost > caps).any():
+            at = torch.from_numpy(np.flatnonzero(lost > caps))
+            most = caps[at.numpy()]
+            wanted = wanted.clone()
+            wanted[at] = least_within(
+                wanted[at],
+                self.elasticity.full_tier,
+                lambda tried: torch.from_numpy(self._lost(layer, chosen(at, tried)[1]) <= most),
+            )
+            masks[at], dropped[at] = chosen(at, wanted[at])
+            lost = self._lost(layer, dropped)
+        return SlicedRows(Slices(masks, self.elasticity.num_parts), dropped, lost, wanted)
+
+    def _lost(self, layer: int, dropped: Tensor) -> NDArray[np.float64]:
+        share = dropped.numpy().astype(np.float64)
+        return self._drop_loss.get(layer, 0.0) * (share * share if self._power == 2.0 else share)
 
     def _wanted(self, tiers: Tensor) -> Tensor | None:
         """Slices that each row runs [T] int32, None if all run all of theirs; the layers of a step ask for the same."""
@@ -93,3 +132,23 @@ class ProxyGates:
                 wanted.fill_(int(wanted.max()))
             self._asked, self._answer = tiers, wanted if bool((wanted < full).any()) else None
         return self._answer
+
+
+def _tables(parts: SubExperts, full: int) -> dict[int, Tensor] | None:
+    """By layer [full + 1] int32, what rows of each tier run there; None where it is the tier itself."""
+    if parts.splits is None:
+        return None
+    return {layer: torch.tensor([0, *tiers], dtype=torch.int32) for layer, tiers in parts.splits.items()}
+
+
+def least_within(too_few: Tensor, enough: int, fits: Callable[[Tensor], Tensor]) -> Tensor:
+    """The least tier of each row that fits, by halving: `too_few` [n] int32 do not, `enough` does for all.
+
+    fits  tiers [n] int32 -> [n] bool; what fits at a tier fits at every higher one
+    """
+    low, high = too_few, torch.full_like(too_few, enough)
+    while bool((high - low > 1).any()):
+        middle = (low + high) // 2
+        is_enough = fits(middle)
+        low, high = torch.where(is_enough, low, middle), torch.where(is_enough, middle, high)
+    return high

@@ -4,7 +4,7 @@ The native gate has chosen k0 experts. A few gate neurons per sub-expert tell ho
 K sub-experts with the largest expected share of the layer's output run, with the weights that the gate gave their experts.
 """
 
+from kernels.reference.choose_slices import best_first, dropped_mass, dropped_shares, slice_scores
 from kernels.reference.choose_slices import best_slices as choose_slices
-from kernels.reference.choose_slices import dropped_mass, slice_scores
 
-__all__ = ["choose_slices", "dropped_mass", "slice_scores"]
+__all__ = ["best_first", "choose_slices", "dropped_mass", "dropped_shares", "slice_scores"]

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from edge_runtime.artifacts import Artifact
-from edge_runtime.elastic.tiers import Elasticity
+from edge_runtime.elastic.tiers import Elasticity, split_tier, split_tiers
 from edge_runtime.errors import ArtifactError
 from edge_runtime.model.spec import ModelSpec
+
+TIER_LOSSES = "tier_losses"
 
 
 class LayerParts(NamedTuple):
@@ -42,8 +44,33 @@ class SubExperts(NamedTuple):
     layers: dict[int, LayerParts]
     digest: str = ""
     """Equal where neurons lie alike: nodes that differ in it must not work together."""
-    sensitivity: Mapping[int, float] = MappingProxyType({})
+    drop_loss: Mapping[int, float] = MappingProxyType({})
     """By layer, what a token loses when all of the layer's gate weight is missing; empty if it was not measured."""
+    power: float = 1.0
+    """With what power of the share that is missing a loss grows."""
+    tier_losses: Mapping[int, tuple[float, ...]] | None = None
+    """By layer, what a token is expected to lose at K = 1, 2, .. N * k0; None if it was not measured."""
+
+    splits: Mapping[int, tuple[int, ...]] | None = None
+    """By layer, what requests of K = 1, 2, .. run there, where K is split over layers; None: K in each."""
+
+    def split_of(self, tier: int) -> dict[int, int]:
+        """K of each layer, so that the mean is `tier` and the expected loss least."""
+        assert self.tier_losses is not None, "what layers lose was not measured"
+        return dict(zip(self.tier_losses, split_tier(tier, list(self.tier_losses.values())), strict=True))
+
+    def with_splits(self) -> "SubExperts":
+        """The same with every K split over the layers. Nodes that do so and nodes that do not must not work together."""
+        if self.tier_losses is None:
+            raise ArtifactError(
+                "split_tiers = true, but the calibration artifact has no section tier_losses; run `edge-runtime "
+                "calibrate tiers`"
+            )
+        full = len(next(iter(self.tier_losses.values())))
+        spread = split_tiers(range(1, full + 1), list(self.tier_losses.values()))
+        splits = {layer: tuple(each[i] for each in spread) for i, layer in enumerate(self.tier_losses)}
+        told = hashlib.blake2b(repr(splits).encode(), digest_size=8).hexdigest()
+        return self._replace(splits=splits, digest=f"{self.digest}-{told}")
 
 
 def read_elasticity(artifact: Artifact | None, top_k: int) -> Elasticity | None:
@@ -90,11 +117,41 @@ def read_sub_experts(artifact: Artifact, spec: ModelSpec) -> SubExperts | None:
         layer: LayerParts(permutation[i], slopes[i], offsets[i]) for i, layer in enumerate(spec.moe_layers)
     }
     digest = hashlib.blake2b(permutation.short().numpy().tobytes(), digest_size=16).hexdigest()
-    return SubExperts(num_parts, gate_neurons, layers, digest, _sensitivity(artifact, spec))
+    return SubExperts(
+        num_parts,
+        gate_neurons,
+        layers,
+        digest,
+        *_drop_losses(artifact, spec, num_parts * gates[0].top_k),
+    )
 
 
-def _sensitivity(artifact: Artifact, spec: ModelSpec) -> dict[int, float]:
-    if not artifact.has("sensitivity") or "sensitivity" not in artifact.tensors("sensitivity"):
-        return {}
-    measured = artifact.tensor("sensitivity", "sensitivity").float().flatten().tolist()
-    return dict(zip(spec.moe_layers, measured, strict=False))
+def _drop_losses(
+    artifact: Artifact, spec: ModelSpec, full: int
+) -> tuple[dict[int, float], float, dict[int, tuple[float, ...]] | None]:
+    """Loss by layer of all that is missing, the power it grows with, and losses by tier; as far as they were measured.
+
+    The squared deviation of a layer's output is taken as the squared share of gate weight that is missing, times what
+    `calibrate tiers` found that to be worth (1 without it).
+    """
+    measured = artifact.tensors("sensitivity") if artifact.has("sensitivity") else {}
+    name, power = ("quadratic", 2.0) if "quadratic" in measured else ("sensitivity", 1.0)
+    if name not in measured:
+        return {}, 1.0, None
+    sensitivity = measured[name].float().flatten().clamp(min=0).tolist()
+    if not artifact.has(TIER_LOSSES) or power != 2.0:
+        return dict(zip(spec.moe_layers, sensitivity, strict=False)), power, None
+    square, deviation = (artifact.tensor(TIER_LOSSES, part).float() for part in ("square", "deviation"))
+    wanted = (len(spec.moe_layers), full)
+    if square.shape != wanted or deviation.shape != wanted:
+        raise ArtifactError(
+            f"calibration artifact {artifact.folder}: tier_losses is of {list(square.shape)} and "
+            f"{list(deviation.shape)}, expected {list(wanted)}; run `edge-runtime calibrate tiers`"
+        )
+    worth = deviation.sum(1) / square.sum(1).clamp(min=torch.finfo(torch.float32).tiny)
+    losses = deviation * torch.tensor(sensitivity)[:, None]
+    return (
+        {layer: sensitivity[i] * float(worth[i]) for i, layer in enumerate(spec.moe_layers)},
+        power,
+        {layer: tuple(losses[i].tolist()) for i, layer in enumerate(spec.moe_layers)},
+    )

@@ -5,9 +5,10 @@ that are not split: rows of tier 0 take the plain path.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from edge_runtime.errors import RequestError
 
@@ -99,29 +100,37 @@ def over_serving(asked: list[int], ran: list[int]) -> float:
     return sum(b - a for a, b in zip(asked, ran, strict=True)) / max(sum(asked), 1)
 
 
-def split_tier(tier: int, sensitivity: list[list[float]]) -> list[int]:
-    """Spread L * tier sub-experts over the layers so that the expected loss is least: K of each layer, by dynamic programming.
+def split_tier(tier: int, losses_of: Sequence[Sequence[float]]) -> list[int]:
+    """Spread L * tier sub-experts over the layers so that the expected loss is least: K of each layer.
 
-    sensitivity  [L][N * k0]  expected loss of a layer that runs 1, 2, .. N * k0 sub-experts
+    All of them are given out: the mean of the layers is `tier`, and a request gets what it asked for.
+
+    losses_of  [L][N * k0]  expected loss of a layer that runs 1, 2, .. N * k0 sub-experts
     """
-    full = len(sensitivity[0])
-    total = len(sensitivity) * tier
-    best: list[float] = [0.0] + [math.inf] * total
-    choices: list[list[int]] = []
-    for losses in sensitivity:
-        following, chosen = [math.inf] * (total + 1), [0] * (total + 1)
-        for spent, loss in enumerate(best):
-            if loss == math.inf:
-                continue
-            for own in range(1, min(full, total - spent) + 1):
-                tried = loss + losses[own - 1]
-                if tried < following[spent + own]:
-                    following[spent + own], chosen[spent + own] = tried, own
+    return split_tiers([tier], losses_of)[0]
+
+
+def split_tiers(tiers: Sequence[int], losses_of: Sequence[Sequence[float]]) -> list[list[int]]:
+    """`split_tier` of several tiers, by one table of a dynamic program over layers and sub-experts given out so far."""
+    losses = np.array(losses_of, dtype=np.float64)
+    num_layers, full = losses.shape
+    total = num_layers * max(tiers, default=0)
+    best = np.full(total + 1, np.inf)
+    best[0] = 0.0
+    choices = np.zeros((num_layers, total + 1), dtype=np.int64)
+    for layer in range(num_layers):
+        following = np.full(total + 1, np.inf)
+        for own in range(1, min(full, total) + 1):
+            tried = best[: total + 1 - own] + losses[layer, own - 1]
+            better = tried < following[own:]
+            following[own:][better] = tried[better]
+            choices[layer, own:][better] = own
         best = following
-        choices.append(chosen)
-    spent = min(range(total + 1), key=lambda n: (best[n], n))
-    tiers = []
-    for chosen in reversed(choices):
-        tiers.append(chosen[spent])
-        spent -= chosen[spent]
-    return tiers[::-1]
+    found = []
+    for tier in tiers:
+        spent, spread = num_layers * tier, []
+        for layer in reversed(range(num_layers)):
+            spread.append(int(choices[layer, spent]))
+            spent -= spread[-1]
+        found.append(spread[::-1])
+    return found

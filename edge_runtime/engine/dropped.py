@@ -10,63 +10,73 @@ class Dropped(NamedTuple):
     """What one request left out, by row and routed layer on average.
 
     mass  share of the gate weight
-    loss  the same times how sensitive each layer is: the unit of the quality ledger, per token
+    loss  what is expected of that, per token, in the unit of the quality ledger
+    ran   slices that ran
     """
 
     mass: float
     loss: float
+    ran: float = 0.0
 
 
 class DroppedMass:
-    """Sums by request. S slices of a step, T rows.
+    """Sums by request. S slices of a step, T rows."""
 
-    sensitivity  by layer, expected loss of a token when all of the layer's gate weight is missing; absent: 0
-    """
-
-    def __init__(self, sensitivity: Mapping[int, float] | None = None) -> None:
-        self._sensitivity = sensitivity or {}
-        self._by_request: dict[str, np.ndarray] = {}  # mass, loss, rows x layers, rows
-        self._step: np.ndarray | None = None
+    def __init__(self) -> None:
+        self._by_request: dict[str, np.ndarray] = {}  # mass, loss, slices, rows x layers, rows
         self._rows = np.zeros(0, dtype=np.int64)
+        self._num_slices = self._num_layers = 0
+        self._sums = np.zeros((3, 0))  # [3, T] mass, loss, slices of each row, over layers
 
     def begin_step(self, row_request: np.ndarray, num_slices: int) -> None:
         """row_request [T]: the slice of each row."""
-        self._rows = row_request
-        self._step = np.zeros((4, num_slices))
-        self._step[3] = np.bincount(row_request, minlength=num_slices)
+        self._rows, self._num_slices, self._num_layers = row_request, num_slices, 0
+        self._sums = np.zeros((3, len(row_request)))
 
-    def add_layer(self, layer: int, dropped: np.ndarray) -> None:
-        """Count one routed layer. dropped [T] float32, share of each row's gate weight."""
-        assert self._step is not None, "a layer without a step"
-        mass = np.bincount(self._rows, weights=dropped, minlength=self._step.shape[1])
-        self._step[0] += mass
-        self._step[1] += mass * self._sensitivity.get(layer, 0.0)
-        self._step[2] += self._step[3]
+    def add_layer(self, dropped: np.ndarray, lost: np.ndarray, ran: np.ndarray) -> None:
+        """Count one routed layer, [T] each: share of a row's gate weight, what is expected of that, slices that ran."""
+        mass, loss, slices = self._sums
+        mass += dropped
+        loss += lost
+        slices += ran
+        self._num_layers += 1
 
     def end_step(self, request_ids: list[str]) -> None:
         """Book the step on its requests, in slice order."""
-        if self._step is None:
+        if not self._num_layers:
             return
+        rows = np.bincount(self._rows, minlength=self._num_slices).astype(np.float64)
+        sums = [np.bincount(self._rows, weights=each, minlength=self._num_slices) for each in self._sums]
+        step = np.stack([*sums, rows * self._num_layers, rows])
         for index, request_id in enumerate(request_ids):
             booked = self._by_request.get(request_id)
-            mine = self._step[:, index]
+            mine = step[:, index]
             self._by_request[request_id] = mine.copy() if booked is None else booked + mine
-        self._step = None
+        self._num_layers = 0
 
     def take(self, request_id: str) -> Dropped:
         """Close a request's sums."""
         booked = self._by_request.pop(request_id, None)
-        if booked is None or not booked[2]:
+        if booked is None or not booked[3]:
             return Dropped(0.0, 0.0)
-        return Dropped(float(booked[0] / booked[2]), float(booked[1] / booked[3]))
+        mass, loss, ran, rows_and_layers, rows = booked.tolist()
+        return Dropped(mass / rows_and_layers, loss / rows, ran / rows_and_layers)
 
 
 def sliced_bill(bill: Mapping[str, float], tier: int, dropped: Dropped) -> dict[str, float]:
-    """The bill of a request at tier K: what ran shares what was not dropped."""
+    """The bill of a request at tier K, of which what ran has the shares. K_run: sub-experts that ran, on average."""
     ran = 1.0 - dropped.mass
     shares = {
         name: bill[name] * ran
         for name in ("exact_here", "exact_elsewhere", "substituted", "deferred")
         if name in bill
     }
-    return {**bill, **shares, "K": tier, "dropped": dropped.mass, "dropped_loss": dropped.loss}
+    left_out = bill.get("dropped", 0.0) * ran + dropped.mass
+    return {
+        **bill,
+        **shares,
+        "K": tier,
+        "K_run": dropped.ran,
+        "dropped": left_out,
+        "dropped_loss": dropped.loss,
+    }

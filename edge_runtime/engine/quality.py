@@ -21,6 +21,7 @@ from edge_runtime.selector.choose import DROPPED, EXACT, STAND_IN, Choice, Slots
 
 Choose = Callable[[int, Slots], Choice | None]
 MOST_USERS = 4096  # ledgers that are kept of users who have no request here; the oldest goes first
+FIRST_RESERVE = 1e9  # more than anybody has
 WAYS = ("exact_here", "exact_elsewhere", "substituted", "dropped")
 
 
@@ -28,12 +29,14 @@ WAYS = ("exact_here", "exact_elsewhere", "substituted", "dropped")
 class Spending:
     """What one request had of stand-ins so far: gate weight served by them, dropped, and the loss spent on it.
 
+    last_dropped  loss of the last token by slices that its tier left out
     trace  layer -> gate weight by `WAYS`, of a request that asked for it
     """
 
     substituted: float = 0.0
     dropped: float = 0.0
     spent: float = 0.0
+    last_dropped: float | None = None
     trace: dict[int, NDArray[np.float64]] = field(default_factory=dict)
 
 
@@ -87,6 +90,10 @@ class QualityBooks:
             2 * (1 - self.ledgers.fills(self._users, self._budgets))
         )
         self._spent = np.zeros(plan.num_rows)
+        self._dropped_loss = np.zeros(plan.num_rows)
+        self._left_out: NDArray[np.float32] | None = None
+        self._layers_left = self._all_layers = 0
+        self._reserved = np.array([self._reserve_of(slices[index].request) for index in self._slice_of])
         self._weights = np.zeros((2, plan.num_rows))  # substituted, dropped
         self._layers: list[tuple[int, NDArray[np.float64]]] = []  # layer, [T, 4] gate weight by WAYS
         self.is_open = bool(self._left.any())
@@ -99,7 +106,10 @@ class QualityBooks:
         The tensors that are given are left as they are; where nothing changes they are what is returned.
         """
         weights = gate_weights.numpy()
-        slots = Slots(expert_ids.numpy(), weights, gate_logits.numpy(), self._left, self._price)
+        allowed = self._left
+        if self._reserved.any():  # what leaving out slices is going to cost goes first
+            allowed = np.maximum(0.0, allowed - self._reserved * self._layers_left / self._all_layers)
+        slots = Slots(expert_ids.numpy(), weights, gate_logits.numpy(), allowed, self._price)
         choice = self._choose(layer, slots)
         self._kind, self._shares = (None if choice is None else choice.kind), weights
         if choice is None:
@@ -108,6 +118,37 @@ class QualityBooks:
         if (choice.kind == DROPPED).any():
             gate_weights = gate_weights.masked_fill(torch.from_numpy(choice.kind == DROPPED), 0.0)
         return torch.from_numpy(choice.expert_ids), gate_weights
+
+    def begin_layer(self, layers_left: int) -> None:
+        """A routed layer begins; so many are left, this one included."""
+        if self.is_open or self.is_traced:
+            self._layers_left, self._left_out = layers_left, None
+            self._all_layers = max(self._all_layers, layers_left)
+
+    def caps(self) -> NDArray[np.float64] | None:
+        """[T], the most that each row may lose in this layer by slices left out: an even share of what it has left.
+
+        Infinite for rows without a budget, whose loss nobody counts. None where that is all of them.
+        """
+        if not self.is_open:
+            return None
+        return np.where(np.array(self._budgets) > 0, self._left / self._layers_left, np.inf)
+
+    def leave_out(self, share: NDArray[np.float32], loss: NDArray[np.float64]) -> None:
+        """Rows leave out [T] of their gate weight in this layer, and pay for it if they have a budget."""
+        self._left_out = share
+        if self.is_open:
+            paid = np.where(np.array(self._budgets) > 0, loss, 0.0)
+            self._spent += paid
+            self._dropped_loss += paid
+            self._left = np.maximum(self._left - paid, 0.0)
+
+    def _reserve_of(self, request: Request) -> float:
+        """What a token of a request is expected to lose by its tier: as the last one did. The first may use no stand-in."""
+        if not request.tier or not request.budget:
+            return 0.0
+        known = self._by_request.get(request.request_id)
+        return FIRST_RESERVE if known is None or known.last_dropped is None else known.last_dropped
 
     def end_layer(self) -> None:
         """A layer for which `stand_in` was asked is done."""
@@ -133,7 +174,12 @@ class QualityBooks:
             kind == STAND_IN,
             kind == DROPPED,
         )
-        self._layers.append((layer, np.stack([(weights * way).sum(axis=1) for way in ways], axis=1)))
+        table = np.stack([(weights * way).sum(axis=1) for way in ways], axis=1)
+        if self._left_out is not None:  # of what ran in whatever way, as much less as was left out
+            gone = np.minimum(self._left_out.astype(np.float64), table.sum(axis=1))
+            table *= 1 - (gone / np.maximum(table.sum(axis=1), 1e-12))[:, None]
+            table[:, WAYS.index("dropped")] += gone
+        self._layers.append((layer, table))
 
     def end_step(self, plan: StepPlan) -> None:
         """The step is done: tokens earn, and what was spent is booked."""
@@ -149,6 +195,7 @@ class QualityBooks:
             spending.substituted += float(self._weights[0, row])
             spending.dropped += float(self._weights[1, row])
             spending.spent += float(self._spent[row])
+            spending.last_dropped = float(self._dropped_loss[row])
 
     def _book_traces(self, plan: StepPlan) -> None:
         for index, piece in enumerate(plan.slices):

@@ -156,6 +156,9 @@ class Runner:
 
     def __post_init__(self) -> None:
         self._served = ServedWeight(len(self.port.host_names))
+        routed = [index for index, layer in enumerate(self.decoder.spec.layers) if layer.gate is not None]
+        mine = [index for index in routed if self.first_layer <= index < self.last_layer]
+        self._routed_after = {index: len(mine) - place for place, index in enumerate(mine)}
         self._weight_is_one = {
             index: layer.gate is not None and layer.gate.weights_sum_to_one
             for index, layer in enumerate(self.decoder.spec.layers)
@@ -256,12 +259,14 @@ class Runner:
             began = now()
             x, expert_ids, gate_weights = self.decoder.attention_segment(layer, hidden, batch)
             attended = now()
+            if books is not None and expert_ids is not None:
+                books.begin_layer(self._routed_after[layer])
             if books is not None and books.is_open and expert_ids is not None and gate_weights is not None:
                 logits = self.decoder.gate_logits(len(expert_ids))
                 expert_ids, gate_weights = books.stand_in(layer, expert_ids, gate_weights, logits)
             sliced = None
             if row_tiers is not None and expert_ids is not None and gate_weights is not None:
-                sliced = self._slices(layer, x, expert_ids, gate_weights, row_tiers)
+                sliced = self._slices(layer, x, expert_ids, gate_weights, row_tiers, books)
             missing = self.decoder.moe_segment(layer, hidden, x, expert_ids, gate_weights, self.port, sliced)
             if books is not None and books.is_open and expert_ids is not None:
                 books.end_layer()
@@ -296,13 +301,23 @@ class Runner:
         return RowsResult(hidden, failed)
 
     def _slices(
-        self, layer: int, x: Tensor, expert_ids: Tensor, gate_weights: Tensor, row_tiers: Tensor
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        gate_weights: Tensor,
+        row_tiers: Tensor,
+        books: QualityBooks | None,
     ) -> Slices | None:
         assert self.gates is not None, "rows have tiers where nobody can choose slices"
-        chosen = self.gates.choose(layer, x, expert_ids, gate_weights, row_tiers)
+        caps = books.caps() if books is not None else None
+        chosen = self.gates.choose(layer, x, expert_ids, gate_weights, row_tiers, caps)
         if chosen is None:
             return None
-        self.dropped.add_layer(layer, chosen.dropped.numpy())
+        dropped, lost = chosen.dropped.numpy(), chosen.lost
+        self.dropped.add_layer(dropped, lost, chosen.ran.numpy())
+        if books is not None:
+            books.leave_out(dropped, lost)
         return chosen.slices
 
     def served(self, num_slices: int) -> np.ndarray:
@@ -399,7 +414,10 @@ class StagedRunner:
     def take_dropped(self, request_id: str) -> Dropped:
         """See Stage. The mean of the stages, and the sum of what they lost."""
         parts = [stage.take_dropped(request_id) for stage in self._stages]
-        return Dropped(sum(part.mass for part in parts) / len(parts), sum(part.loss for part in parts))
+        mass, ran = (
+            sum(values) / len(parts) for values in zip(*((p.mass, p.ran) for p in parts), strict=True)
+        )
+        return Dropped(mass, sum(part.loss for part in parts), ran)
 
     def undo_counts(self) -> None:
         """See Stage."""

@@ -201,7 +201,7 @@ def sub_experts_by(cluster: Cluster, checkpoint: Checkpoint) -> SubExperts | Non
             f"sub_experts = true, but no calibration artifact of {cluster.model} has a section partition; run "
             f"`edge-runtime calibrate prism {cluster.model} --corpus FOLDER`, or name its folder by `calibration`"
         )
-    return found
+    return found.with_splits() if cluster.split_tiers else found
 
 
 def load_share(
@@ -417,7 +417,7 @@ def _runner(
         signatures=signatures,
         pages=pages,
         gates=gates,
-        dropped=DroppedMass(gates.sensitivity if gates is not None else None),
+        dropped=DroppedMass(),
         port=experts,
         table=RequestTable(settings.max_requests, settings.context_tokens),
         clock=clock,

@@ -14,16 +14,21 @@ def slice_scores(gate_weights: Tensor, activations: Tensor, slopes: Tensor, offs
     return gate_weights[..., None] * (offsets + slopes * activations.abs().mean(-1))
 
 
+def best_first(scores: Tensor) -> Tensor:
+    """The order in which slices are kept: [T, k0, N] -> places [T, k0 * N] int64. See best_slices."""
+    first = scores[:, 0].argmax(-1, keepdim=True)
+    raised = scores.clone()
+    raised[:, 0].scatter_(1, first, torch.inf)
+    return raised.flatten(1).argsort(dim=1, descending=True, stable=True)
+
+
 def best_slices(scores: Tensor, tiers: Tensor) -> Tensor:
     """The best `tiers` [T] of each token's slices: scores [T, k0, N] -> kept [T, k0, N] bool.
 
     One slice of the gate's first choice is always among them. Ties go to the better expert, then to the slice that lies
     first, which is the heavier one. A tier of k0 * N or more keeps all.
     """
-    first = scores[:, 0].argmax(-1, keepdim=True)
-    raised = scores.clone()
-    raised[:, 0].scatter_(1, first, torch.inf)
-    order = raised.flatten(1).argsort(dim=1, descending=True, stable=True)
+    order = best_first(scores)
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1]).expand_as(order))
     return (rank < tiers[:, None]).view_as(scores)
 
@@ -36,6 +41,12 @@ def dropped_mass(gate_weights: Tensor, scores: Tensor, kept: Tensor) -> Tensor:
     total = scores.sum(-1)
     left_out = scores.masked_fill(kept, 0.0).sum(-1)
     return (gate_weights * left_out / total.clamp(min=torch.finfo(torch.float32).tiny)).sum(-1)
+
+
+def dropped_shares(gate_weights: Tensor, scores: Tensor) -> Tensor:
+    """Share of each token's gate weight that goes with each slice: [T, k0, N]. See dropped_mass."""
+    total = scores.sum(-1, keepdim=True)
+    return gate_weights[..., None] * scores / total.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def choose_slices(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from edge_runtime.engine.engine import Engine
 from edge_runtime.engine.quality import QualityBooks
-from edge_runtime.model.moe import Beside, LocalExperts, Missing
+from edge_runtime.model.moe import Beside, LocalExperts, Missing, Slices
 from edge_runtime.selector.choose import NO_OPTIONS, Choice, Options, Slots
 from edge_runtime.selector.home import HomeSelector
 from edge_runtime.selector.learned import Losses
@@ -51,11 +51,17 @@ class Elsewhere:
         """Never all in one: `run` is to see it."""
 
     def run(
-        self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor, beside: Beside = None
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        out: Tensor,
+        beside: Beside = None,
+        slices: Slices | None = None,
     ) -> Missing | None:
         self._served = self.host_of[layer][expert_ids.numpy()]
         self.calls += len(np.unique(self._served[self._served > 0]))
-        return self._local.run(layer, x, expert_ids, out, beside)
+        return self._local.run(layer, x, expert_ids, out, beside, slices)
 
 
 def selector_of(

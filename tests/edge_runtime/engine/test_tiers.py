@@ -3,16 +3,20 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edge_runtime.artifacts import Artifact, write_section
 from edge_runtime.elastic.gates import ProxyGates
 from edge_runtime.elastic.sub_experts import SubExperts, read_sub_experts
 from edge_runtime.engine.dropped import Dropped, DroppedMass, sliced_bill
 from edge_runtime.engine.request import Request, SamplingParams
+from edge_runtime.errors import ArtifactError
 from edge_runtime.model.build import add_experts, empty_store
 from edge_runtime.model.moe import LocalExperts
 from tests.support.decoders import all_experts
-from tests.support.engines import Whole, engine_of, placed_experts, whole_model
+from tests.support.elsewhere import Elsewhere, budget_engine, selector_of, some_elsewhere
+from tests.support.engines import Whole, engine_of, placed_experts, run_to_end, whole_model
 
 N, FULL = 4, 16
 
@@ -136,16 +140,19 @@ def test_blocks_of_one_tier_are_not_those_of_another():
 
 
 def test_dropped_mass_is_weighed_by_layer_and_booked_by_request():
-    mass = DroppedMass({0: 0.5, 1: 2.0})
+    mass = DroppedMass()
     mass.begin_step(np.array([0, 0, 1]), 2)
-    mass.add_layer(0, np.array([0.2, 0.4, 0.0], dtype=np.float32))
-    mass.add_layer(1, np.array([0.1, 0.1, 0.3], dtype=np.float32))
+    for dropped, sensitivity, ran in (([0.2, 0.4, 0.0], 0.5, [4, 4, 16]), ([0.1, 0.1, 0.3], 2.0, [8, 4, 16])):
+        share = np.array(dropped, dtype=np.float32)
+        mass.add_layer(share, sensitivity * share, np.array(ran))
     mass.end_step(["a", "b"])
     found = mass.take("a")
     assert found.mass == pytest.approx(0.2) and found.loss == pytest.approx((0.3 + 0.4) / 2)
+    assert found.ran == 5
     assert mass.take("b").loss == pytest.approx(0.6)
     assert mass.take("b") == Dropped(0.0, 0.0)
-    assert sliced_bill({"exact_here": 1.0}, 9, found)["exact_here"] == pytest.approx(0.8)
+    bill = sliced_bill({"exact_here": 0.9, "dropped": 0.1}, 9, found)
+    assert bill["exact_here"] == pytest.approx(0.72) and bill["dropped"] == pytest.approx(0.28)
 
 
 def test_all_slices_here_are_the_experts_to_1e_5(split, parts):
@@ -160,3 +167,121 @@ def test_all_slices_here_are_the_experts_to_1e_5(split, parts):
         local.run(1, x, ids, out, None, Slices(torch.full((7, 4), 1 << s, dtype=torch.int32), N))
         total += out
     torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-5)
+
+
+def priced(parts: SubExperts, loss: float) -> SubExperts:
+    """The same experts, of which leaving all of a layer out costs so much."""
+    return parts._replace(drop_loss=dict.fromkeys(range(6), loss), power=2.0)
+
+
+def with_budgets(split, gates, asked, *, hosts=None, tokens=12, **options):
+    """Requests of (tier, quality) in one engine with books: how each ended, and what rows ran."""
+    port = Elsewhere(split, np.zeros((6, 32), np.int32) if hosts is None else hosts, selector_of(6, 32, 2))
+    engine = budget_engine(split, port)
+    engine.runner.gates = gates
+    for i, (tier, quality) in enumerate(asked):
+        params = SamplingParams(max_tokens=tokens, seed=0, ignore_eos=True, quality=quality)
+        engine.submit(Request(f"r{i}", [5 + 7 * i, 90 + i, 400], params, 0.0, tier=tier, **options))
+    ended = run_to_end(engine)
+    assert not len(engine.books)
+    return [ended[f"r{i}"] for i in range(len(asked))]
+
+
+def test_what_a_tier_leaves_out_is_paid_from_the_ledger_and_without_a_budget_by_nobody(plain, split, parts):
+    gates = ProxyGates(plain.checkpoint, priced(parts, 0.02), range(6))
+    paid, free = with_budgets(split, gates, [(6, 0.5), (6, "exact")])
+    assert paid.bill["budget_spent"] == pytest.approx(11 * paid.bill["dropped_loss"], rel=0.5)
+    assert paid.bill["K_run"] == free.bill["K_run"] == 6, "a budget that is rich enough changes nothing"
+    assert free.bill["budget_spent"] == 0 and free.bill["dropped_loss"] > 0
+    [alone] = with_budgets(split, gates, [(6, "exact")])
+    assert alone.request.output_ids == paid.request.output_ids
+
+
+@settings(max_examples=10)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([2, 6, 11, 0]), st.sampled_from([0.0005, 0.003, 0.02])),
+        min_size=1,
+        max_size=4,
+    ),
+    st.floats(0.01, 2.0),
+    st.booleans(),
+)
+def test_nobody_overdraws_and_nobody_runs_below_its_tier(plain, split, parts, asked, loss, is_here):
+    gates = ProxyGates(plain.checkpoint, priced(parts, loss), range(6))
+    ended = with_budgets(
+        split, gates, asked, hosts=None if is_here else some_elsewhere(6, 32), tokens=6, user="ann"
+    )
+    earned = sum(6 * quality for _, quality in asked)
+    assert sum(each.bill["budget_spent"] for each in ended) <= earned * (1 + 1e-9)
+    for each, (tier, _) in zip(ended, asked, strict=True):
+        if tier:
+            assert tier <= each.bill["K_run"] <= FULL
+        shares = [
+            each.bill[name]
+            for name in ("exact_here", "exact_elsewhere", "substituted", "deferred", "dropped")
+        ]
+        assert sum(shares) == pytest.approx(1) and min(shares) >= 0
+
+
+def test_k_is_raised_to_what_a_budget_covers(plain, split, parts):
+    dear = ProxyGates(plain.checkpoint, priced(parts, 5.0), range(6))
+    ran = [with_budgets(split, dear, [(4, quality)])[0].bill for quality in (0.0001, 0.01, 0.1, 1.0)]
+    raised = [bill["K_run"] for bill in ran]
+    assert raised == sorted(raised, reverse=True) and raised[0] > raised[-1] > 4
+    assert [bill["K"] for bill in ran] == [4] * 4
+    assert all(
+        bill["budget_spent"] <= 12 * quality
+        for bill, quality in zip(ran, (0.0001, 0.01, 0.1, 1.0), strict=True)
+    )
+
+
+def test_the_least_tier_that_fits_is_found_and_no_lower_one():
+    from edge_runtime.elastic.gates import least_within
+
+    wanted = torch.tensor([5, 6, 11, 16, 15], dtype=torch.int32)
+    found = least_within(torch.tensor([4, 4, 10, 1, 14], dtype=torch.int32), 16, lambda tier: tier >= wanted)
+    assert torch.equal(found, wanted)
+
+
+def test_the_trace_says_what_each_layer_left_out(plain, split, parts):
+    gates = ProxyGates(plain.checkpoint, priced(parts, 0.02), range(6))
+    [cheap] = with_budgets(split, gates, [(5, "exact")], trace=True)
+    assert len(cheap.trace) == 6
+    for layer in cheap.trace:
+        assert 0 < layer["dropped"] < 1
+        assert layer["dropped"] + layer["exact_here"] == pytest.approx(1, abs=1e-5)
+    mean = sum(layer["dropped"] for layer in cheap.trace) / 6
+    assert mean == pytest.approx(cheap.bill["dropped"], rel=1e-3)
+    [whole] = with_budgets(split, gates, [(0, "exact")], trace=True)
+    assert all(layer["dropped"] == 0 for layer in whole.trace)
+
+
+def uneven(parts: SubExperts) -> SubExperts:
+    """Layers that lose the more the deeper they are."""
+    losses = {layer: tuple((layer + 1) * (16 - K) ** 2 / 256 for K in range(1, 17)) for layer in range(6)}
+    return parts._replace(tier_losses=losses)
+
+
+def test_a_tier_that_is_split_over_layers_is_met_on_average_and_least_where_it_hurts_least(
+    plain, split, parts
+):
+    known = uneven(parts)
+    spread = known.with_splits()
+    assert spread.digest != known.digest, "nodes that split and nodes that do not must not work together"
+    gates = ProxyGates(plain.checkpoint, spread, range(6))
+    seen: list[torch.Tensor] = []
+    [cheap, whole] = answers(split, [6, 0], gates, seen)
+    decode = torch.stack([rows for rows in seen if len(rows) == 2]).view(-1, 6, 2)
+    assert (decode[..., 1] == FULL).all()
+    own = decode[0, :, 0].tolist()
+    assert own == list(known.split_of(6).values()) and sum(own) == 6 * 6 and own == sorted(own)
+    assert own[0] < 6 < own[-1] and (decode[..., 0] == decode[0, :, 0]).all()
+    assert cheap.bill["K"] == 6 and cheap.bill["K_run"] == pytest.approx(6)
+    assert whole.request.output_ids == answers(plain, [0, 0])[1].request.output_ids
+    assert known.split_of(FULL) == dict.fromkeys(range(6), FULL)
+
+
+def test_splitting_needs_a_measurement(parts):
+    with pytest.raises(ArtifactError, match="no section tier_losses; run `edge-runtime calibrate tiers`"):
+        parts.with_splits()
