@@ -58,16 +58,15 @@ def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bo
         planned = _plan_between(old, file) if old is not None else _plan_running(file, topology)
         click.echo(json.dumps(planned.body) if as_json else planned.text)
         return
-    from edge_runtime.coordinator.learned_routes import find_learned
+    from edge_runtime.coordinator.learned_routes import find_learned, sizes_of
     from edge_runtime.coordinator.routes import homes_of
-    from edge_runtime.model.footprint import footprint
     from edge_runtime.tables import plan_body, plan_table
     from edge_runtime.weights.locate import located, open_model
     from topology.placement import plan_placement
 
     cluster = read_cluster(resolve_topology_path(topology))
     checkpoint = open_model(cluster, say)
-    parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
+    parts = sizes_of(located(cluster, checkpoint), checkpoint)
     traits, routes = find_learned(located(cluster, checkpoint), parts, checkpoint.model_hash)
     traits, traffic = routes.joint(homes_of(cluster), traits)
     cores = {node.name: float(os.cpu_count() or 1) for node in cluster.nodes if is_loopback(node.address)}
@@ -79,14 +78,13 @@ def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bo
 def _plan_between(old: Path, file: Path) -> "Planned":
     """What one file would change of another, if that one ran as it is."""
     from edge_runtime.coordinator.deploy import Plan, plan_for
-    from edge_runtime.coordinator.learned_routes import find_learned
+    from edge_runtime.coordinator.learned_routes import find_learned, sizes_of
     from edge_runtime.coordinator.preview import preview_of
-    from edge_runtime.model.footprint import footprint
     from edge_runtime.weights.locate import located, open_model
 
     before, after = read_cluster(old), read_cluster(file)
     checkpoint = open_model(after, say)
-    parts = footprint(checkpoint, context_tokens=after.context_tokens)
+    parts = sizes_of(located(after, checkpoint), checkpoint)
     traits, routes = find_learned(located(before, checkpoint), parts, checkpoint.model_hash)
     placement = plan_for(before, parts, before.node_names, traits=traits, joint=routes.joint)
     traits, routes = find_learned(located(after, checkpoint), parts, checkpoint.model_hash)

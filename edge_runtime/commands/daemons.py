@@ -168,7 +168,7 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     shape_links(shape, cluster, "coordinator")
     from edge_runtime.coordinator.daemon import CoordinatorDaemon
     from edge_runtime.coordinator.deploy import Plan, plan_for
-    from edge_runtime.coordinator.learned_routes import find_learned
+    from edge_runtime.coordinator.learned_routes import find_learned, sizes_of
     from edge_runtime.coordinator.snapshot import (
         decode_snapshot,
         encode_snapshot,
@@ -177,12 +177,11 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     )
     from edge_runtime.coordinator.traffic_book import TrafficBook
     from edge_runtime.launch import COORDINATOR, recorded
-    from edge_runtime.model.footprint import footprint
     from edge_runtime.weights.locate import located, open_model
     from edge_runtime.weights.stores import FullFolder
 
     checkpoint = open_model(cluster, say)
-    parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
+    parts = sizes_of(located(cluster, checkpoint), checkpoint)
     traits, routes = find_learned(
         located(cluster, checkpoint), parts, checkpoint.model_hash, seed=secrets.randbits(63)
     )

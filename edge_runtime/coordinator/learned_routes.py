@@ -3,12 +3,21 @@
 from typing import NamedTuple
 
 from edge_runtime.coordinator.routes import Routes
-from edge_runtime.elastic.sub_experts import read_elasticity
+from edge_runtime.elastic.sub_experts import gate_neurons_of, read_elasticity
+from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.footprint import footprint
 from edge_runtime.routing.fit import SECTION, SignatureFit, read_fit
 from edge_runtime.selector.learned import find_artifact, read_traits
 from topology.cluster import Cluster
 from topology.costs import ModelFootprint
 from topology.traits import ExpertTraits
+
+
+def sizes_of(cluster: Cluster, checkpoint: Checkpoint) -> ModelFootprint:
+    """What the parts of a cluster's model take, the neurons with which homes choose among sub-experts included."""
+    artifact = find_artifact(cluster, checkpoint.model_hash) if cluster.sub_experts else None
+    neurons = gate_neurons_of(artifact)
+    return footprint(checkpoint, context_tokens=cluster.context_tokens, gate_neurons=neurons)
 
 
 class Learned(NamedTuple):
@@ -18,7 +27,7 @@ class Learned(NamedTuple):
     routes: Routes
 
 
-def find_learned(cluster: Cluster, footprint: ModelFootprint, model_hash: str, *, seed: int = 0) -> Learned:
+def find_learned(cluster: Cluster, sizes: ModelFootprint, model_hash: str, *, seed: int = 0) -> Learned:
     """Traits and router of a cluster. ArtifactError for a damaged artifact, or a policy that needs one that is not there."""
     artifact = find_artifact(cluster, model_hash)
     fit: SignatureFit | None = None
@@ -29,10 +38,10 @@ def find_learned(cluster: Cluster, footprint: ModelFootprint, model_hash: str, *
         fit = read_fit(
             tensors,
             artifact.meta(SECTION),
-            layers=len(footprint.moe_layers),
-            experts=footprint.experts_per_layer,
+            layers=len(sizes.moe_layers),
+            experts=sizes.experts_per_layer,
             decode_counts=counts.numpy() if counts is not None else None,
         )
     traits = read_traits(artifact) if artifact is not None else None
-    elasticity = read_elasticity(artifact, footprint.top_k) if cluster.sub_experts else None
-    return Learned(traits, Routes(cluster, footprint, fit, seed=seed, elasticity=elasticity))
+    elasticity = read_elasticity(artifact, sizes.top_k) if cluster.sub_experts else None
+    return Learned(traits, Routes(cluster, sizes, fit, seed=seed, elasticity=elasticity))

@@ -80,6 +80,13 @@ def read_elasticity(artifact: Artifact | None, top_k: int) -> Elasticity | None:
     return Elasticity(int(artifact.meta("partition")["num_parts"]), top_k)
 
 
+def gate_neurons_of(artifact: Artifact | None) -> int:
+    """Gate neurons of an expert, N * r; 0 if the artifact has none."""
+    if artifact is None or not (artifact.has("partition") and artifact.has("proxy_gate")):
+        return 0
+    return int(artifact.meta("partition")["num_parts"]) * int(artifact.meta("proxy_gate")["gate_neurons"])
+
+
 def read_sub_experts(artifact: Artifact, spec: ModelSpec) -> SubExperts | None:
     """What the artifact has; None if its experts were never split. ArtifactError for what does not fit the model."""
     if not artifact.has("partition"):

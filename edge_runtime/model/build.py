@@ -16,7 +16,7 @@ from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.gate import GateWeights
 from edge_runtime.model.layers import CrossWeights, LayerWeights, Trunk
 from edge_runtime.model.moe import ExpertStore
-from edge_runtime.model.quantised import mxfp4_to_bfloat16
+from edge_runtime.model.quantised import mxfp4_columns, mxfp4_to_bfloat16
 from edge_runtime.model.relative_bias import bias_table
 from edge_runtime.model.rope import rope_keys, rope_table
 from edge_runtime.model.spec import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec
@@ -213,9 +213,15 @@ class _Loader:
         names = [part.role.split("_", 1)[1] for part in parts]
         matrices = [part for part, name in zip(parts, names, strict=True) if not name.endswith("bias")]
         packed = self._format(matrices, weight_format)
+        is_part = order is not None and len(order) < spec.width
+        if is_part and packed == "mxfp4":
+            packed = "bfloat16"  # which holds the same numbers, of however few neurons
 
         def pack(tensors: Weights) -> ExpertWeight:
-            widened = [_dense(weight) for weight in _alike(tensors[: len(matrices)])]
+            stored = _alike(tensors[: len(matrices)])
+            if order is not None and packed != "mxfp4":
+                stored = [_plain(weight) for weight in stored]
+            widened = [_dense(weight) for weight in stored]
             named: dict[str, Any] = dict(zip(names, [*widened, *tensors[len(matrices) :]], strict=True))
             if order is not None:
                 named = {name: _ordered(name, each, order) for name, each in named.items()}
@@ -261,8 +267,11 @@ def _alike(weights: Weights) -> Weights:
     """The matrices stored alike: as they are, or as float32 if they are stored in several ways."""
     if len({"mxfp4" if isinstance(weight, MXFP4) else weight.dtype for weight in weights}) == 1:
         return weights
-    plain = (mxfp4_to_bfloat16(*weight) if isinstance(weight, MXFP4) else weight for weight in weights)
-    return [weight.float() for weight in plain]
+    return [_plain(weight).float() for weight in weights]
+
+
+def _plain(weight: Tensor | MXFP4) -> Tensor:
+    return mxfp4_to_bfloat16(*weight) if isinstance(weight, MXFP4) else weight
 
 
 def _ordered(name: str, weight: Tensor | MXFP4, order: Tensor) -> Tensor | MXFP4:
@@ -271,12 +280,16 @@ def _ordered(name: str, weight: Tensor | MXFP4, order: Tensor) -> Tensor | MXFP4
         return weight
     if name != "down":
         return MXFP4(*(part[order] for part in weight)) if isinstance(weight, MXFP4) else weight[order]
-    if isinstance(weight, MXFP4):
+    if not isinstance(weight, MXFP4):
+        return weight[:, order]
+    found = mxfp4_columns(*weight, order)
+    if found is None:
         raise CheckpointError(
-            "sub-experts need neurons in another order, and the columns of a matrix stored as mxfp4 cannot change places; "
-            "serve this model without `sub_experts`"
+            "sub-experts need neurons in another order, and columns of a matrix in mxfp4 change places only with all 32 "
+            'that share a scale; give the node `weight_format = "bfloat16"`, which holds the same numbers, or serve this '
+            "model without `sub_experts`"
         )
-    return weight[:, order]
+    return MXFP4(*found)
 
 
 def _dense(weight: Tensor | MXFP4) -> Tensor | MXFP4:

@@ -5,6 +5,7 @@ Counts packed weights as `kernels` lays them out and the buffers `decoder.py` al
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from edge_runtime.errors import ConfigError
 from edge_runtime.model.architectures.table import Packing, Part, layer_packings
@@ -21,10 +22,13 @@ from topology.ids import ExpertId
 FLOAT32_BYTES = 4
 
 
-def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> ModelFootprint:
+def footprint(
+    checkpoint: Checkpoint, *, context_tokens: int | None = None, gate_neurons: int = 0
+) -> ModelFootprint:
     """The bytes that `load_trunk`, `load_experts` and a `Decoder` of this model take.
 
     context_tokens   longest sequence; the model's own limit if not given, and ConfigError beyond it
+    gate_neurons     neurons of each expert that whoever runs a layer's attention holds, to choose among sub-experts
     """
     spec = checkpoint.spec
     if context_tokens is not None and context_tokens > spec.context_tokens:
@@ -35,7 +39,8 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
     context_tokens = context_tokens or spec.context_tokens
     gates = [layer.gate for layer in spec.layers if layer.gate is not None]
     num_columns = max((gate.top_k for gate in gates), default=0)
-    stored = _trunk_sizes(checkpoint, AS_STORED)
+    proxies = tuple(_neuron_bytes(checkpoint, layer, gate_neurons) for layer in range(spec.num_layers))
+    stored = _with_neurons(_trunk_sizes(checkpoint, AS_STORED), proxies)
     kinds_of_experts = [_kinds_of_experts(checkpoint, layer) for layer in range(spec.num_layers)]
     return ModelFootprint(
         num_layers=spec.num_layers,
@@ -51,7 +56,7 @@ def footprint(checkpoint: Checkpoint, *, context_tokens: int | None = None) -> M
         embed_bytes=stored.embed_bytes,
         head_bytes=stored.head_bytes,
         layer_bytes=stored.layer_bytes,
-        trunks={name: _trunk_sizes(checkpoint, name) for name in FORMATS},
+        trunks={name: _with_neurons(_trunk_sizes(checkpoint, name), proxies) for name in FORMATS},
         kv_bytes_per_token=tuple(kv_token_bytes(layer.attention.kv_shape) for layer in spec.layers),
         count_bytes_per_block=()
         if spec.encoder is not None
@@ -104,6 +109,28 @@ def _trunk_sizes(checkpoint: Checkpoint, trunk_format: str) -> TrunkSizes:
         head_bytes=spec.width * FLOAT32_BYTES + head,  # and the final norm
         layer_bytes=tuple(_layer_bytes(checkpoint, layer, trunk_format) for layer in range(spec.num_layers)),
     )
+
+
+def _with_neurons(sizes: TrunkSizes, proxies: Sequence[int]) -> TrunkSizes:
+    by_layer = (own + more for own, more in zip(sizes.layer_bytes, proxies, strict=True))
+    return replace(sizes, layer_bytes=tuple(by_layer))
+
+
+def _neuron_bytes(checkpoint: Checkpoint, layer: int, gate_neurons: int) -> int:
+    """So many neurons of all experts of a layer, as `read_neurons` has them."""
+    spec = checkpoint.spec.layers[layer]
+    if not gate_neurons or spec.gate is None:
+        return 0
+    parts = [part for part in checkpoint.expert_parts(ExpertId(layer, 0)) if not part.role.endswith("_bias")]
+    stored = packed_format([checkpoint.stored_dtype(part) for part in parts], AS_STORED)
+    one = packed_expert_bytes(
+        checkpoint.spec.width,
+        gate_neurons,
+        "bfloat16" if stored == "mxfp4" else stored,
+        gated=spec.ffn.activation != "relu",
+        biases=spec.ffn.has_bias,
+    )
+    return spec.gate.num_experts * one
 
 
 def _layer_bytes(checkpoint: Checkpoint, layer: int, trunk_format: str) -> int:

@@ -11,6 +11,7 @@ from edge_runtime.model.architectures.table import Shape
 
 FP8_DTYPE = "F8_E4M3"
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+MXFP4_GROUP = 32  # columns that share a scale
 MXFP4_BIAS = 127  # of the exponent that stands for a block's scale
 
 
@@ -46,3 +47,19 @@ def mxfp4_to_bfloat16(blocks: Tensor, scales: Tensor) -> Tensor:
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     exponents = scales.to(torch.int32) - MXFP4_BIAS
     return torch.ldexp(table[codes.int()], exponents[..., None]).flatten(-2).bfloat16()
+
+
+def mxfp4_columns(blocks: Tensor, scales: Tensor, order: Tensor) -> tuple[Tensor, Tensor] | None:
+    """A matrix with its columns in another order: column order[j] comes to j. None where that tears groups of 32 apart.
+
+    blocks  [N, K / 32, 16] uint8, column 2i of a group in the low half of byte i; scales [N, K / 32] uint8
+    order   [K] int64, a permutation. Columns may change places within a group, and groups as a whole
+    """
+    groups = order.view(-1, MXFP4_GROUP)
+    sources = groups[:, 0] // MXFP4_GROUP
+    if not torch.equal(groups // MXFP4_GROUP, sources[:, None].expand_as(groups)):
+        return None
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # [N, K / 32, 32]
+    within = (groups % MXFP4_GROUP).expand(len(blocks), -1, -1)
+    moved = codes[:, sources].gather(2, within)
+    return moved[..., 0::2] | (moved[..., 1::2] << 4), scales[:, sources]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from edge_runtime.errors import CheckpointError, ConfigError
-from edge_runtime.model.build import load_experts
+from edge_runtime.model.build import add_experts, empty_store, load_experts, read_neurons
 from edge_runtime.model.checkpoint import Checkpoint
-from edge_runtime.model.quantised import fp8_to_bfloat16, mxfp4_to_bfloat16, scale_shape
+from edge_runtime.model.quantised import fp8_to_bfloat16, mxfp4_columns, mxfp4_to_bfloat16, scale_shape
 from tests.support.decoders import Sequences, all_experts
-from tests.support.families import mxfp4_codes, plain_copy, write_variant
+from tests.support.families import mxfp4_codes, plain_copy, store_as_mxfp4, write_variant
 from tests.support.tiny_models import Reference, edit_config, read_tensors, write_tensors, write_tiny
 
 BLOCK = 128
@@ -227,3 +227,42 @@ def test_a_scale_that_is_no_number_is_told_of_by_tensor(tmp_path):
     checkpoint = Checkpoint.open(folder)
     with pytest.raises(CheckpointError, match=f"tensor {name} has a scale of 255, which is no number"):
         load_experts(checkpoint, checkpoint.spec, all_experts(checkpoint.spec))
+
+
+def test_columns_of_mxfp4_change_places_within_groups_and_as_groups():
+    draw = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (5, 3, 16), generator=draw, dtype=torch.uint8)
+    scales = torch.randint(120, 134, (5, 3), generator=draw, dtype=torch.uint8)
+    order = torch.cat([32 * group + torch.randperm(32, generator=draw) for group in (2, 0, 1)])
+    moved = mxfp4_columns(blocks, scales, order)
+    assert moved is not None
+    assert torch.equal(mxfp4_to_bfloat16(*moved), mxfp4_to_bfloat16(blocks, scales)[:, order])
+    torn = order.clone()
+    torn[[0, 40]] = order[[40, 0]]
+    assert mxfp4_columns(blocks, scales, torn) is None
+
+
+def test_experts_in_mxfp4_take_another_order_of_whole_groups_and_refuse_any_other(tmp_path):
+    store_as_mxfp4(write_tiny("gpt_oss", tmp_path, intermediate_size=96))
+    checkpoint = Checkpoint.open(tmp_path)
+    spec, experts, ids = checkpoint.spec, all_experts(checkpoint.spec), list(range(5, 25))
+    width = spec.layers[spec.moe_layers[0]].ffn.width
+    draw = torch.Generator().manual_seed(1)
+    groups = torch.randperm(width // 32, generator=draw)
+    order = torch.cat([32 * int(group) + torch.randperm(32, generator=draw) for group in groups])
+    plain = Sequences(checkpoint, store=load_experts(checkpoint, spec, experts)).whole(ids)
+
+    def stored(weight_format: str, order: torch.Tensor):
+        store = empty_store(spec)
+        add_experts(store, checkpoint, experts, weight_format=weight_format, order_of=lambda expert: order)
+        return store
+
+    moved = stored("as_stored", order)
+    assert moved.nbytes == load_experts(checkpoint, spec, experts).nbytes, "it stays mxfp4"
+    assert (Sequences(checkpoint, store=moved).whole(ids) - plain).abs().max() < 1e-4
+    torn = torch.randperm(width, generator=draw)
+    with pytest.raises(CheckpointError, match="columns of a matrix in mxfp4 .*weight_format = .bfloat16"):
+        stored("as_stored", torn)
+    assert (Sequences(checkpoint, store=stored("bfloat16", torn)).whole(ids) - plain).abs().max() < 1e-4
+    some = read_neurons(checkpoint, experts[0], torn[:8])
+    assert some is not None, "a few neurons are numbers of their own, whatever the order"
