@@ -19,7 +19,9 @@ from edge_runtime.elastic.batching import Profile, Rule, after, next_batch
 from edge_runtime.elastic.batching import Prompt as Waiting
 from edge_runtime.errors import RequestError
 
-FIRST_GUESS = 0.5  # of a batch's time that is there however few it holds, until batches were measured
+PROBE = "Once upon a time"
+PROBE_TOKENS = 8  # of each answer that is only measured
+MOST_TIERS = 4  # that are measured before; those between are taken in straight lines
 
 
 class Submits(Protocol):
@@ -88,23 +90,31 @@ def run_offline(
     clock: Clock,
     *,
     capacity: int,
+    full_tier: int = 0,
     rule: Rule = "paper",
     wait_ready_s: float = 60.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Answer every prompt that has no answer yet. Returns how many failed.
 
-    tiers  sub-experts of each prompt, the full tier for whole experts
+    tiers      sub-experts of each prompt, the full tier for whole experts
+    full_tier  of the model that serves; 0 where its experts are whole, and all tiers are one
     """
     journal = Journal(out, prompts)
     done = journal.read()
     if done:
         say(f"{len(done)} of {len(prompts)} prompts were answered before")
     waiting = [Waiting(index, tier) for index, tier in enumerate(tiers) if index not in done]
-    full, tokens, began = max(tiers, default=1), 0, clock.now()
     measured: dict[tuple[int, int], float] = {}
+    if len({prompt.tier for prompt in waiting}) > 1:  # else nothing is ever merged
+        measured = measure(
+            client, [prompt.tier for prompt in waiting], capacity, full_tier, clock, wait_ready_s
+        )
+        shown = ", ".join(f"{n} at K {tier} {s * 1e3:.1f} ms" for (n, tier), s in sorted(measured.items()))
+        say(f"a token of a batch takes, measured: {shown}")
+    tokens, began = 0, clock.now()
     while waiting:
-        batch = next_batch(waiting, capacity, _profile(measured, capacity, full), rule=rule)
+        batch = next_batch(waiting, capacity, Profile(measured) if measured else None, rule=rule)
         sent_s = clock.now()
         answers = client.run([prompts[index] for index in batch.indices], wait_ready_s=wait_ready_s)
         found = {index: answer.as_json() for index, answer in zip(batch.indices, answers, strict=True)}
@@ -118,21 +128,37 @@ def run_offline(
         waiting = after(waiting, batch)
         rate = tokens / max(clock.now() - began, 1e-9)
         say(
-            f"{len(done)} of {len(prompts)} prompts; {len(batch.indices)} at up to K {batch.tier} in {seconds:.1f} s; "
+            f"{len(done)} of {len(prompts)} prompts; {len(batch.indices)}"
+            + (f" at up to K {batch.tier}" if full_tier else "")
+            + f" in {seconds:.1f} s; "
             f"{rate:.0f} tokens/s so far"
         )
     journal.finish(done)
     return sum("error" in answer for answer in done.values())
 
 
-def _profile(measured: dict[tuple[int, int], float], capacity: int, full: int) -> Profile:
-    """What was measured; until then, half of a full batch's time whatever it holds, the rest by sub-experts."""
-    if measured:
-        return Profile(measured)
-    return Profile(
-        {
-            (n, k): FIRST_GUESS + (1 - FIRST_GUESS) * n * k / (capacity * full)
-            for n in (1, capacity)
-            for k in (1, full)
-        }
-    )
+def measure(
+    client: Submits, tiers: Sequence[int], capacity: int, full_tier: int, clock: Clock, wait_ready_s: float
+) -> dict[tuple[int, int], float]:
+    """(n, K) -> seconds for a token of each of n prompts, by short batches of one prompt, of half and of all that fit.
+
+    A batch that brings nothing leaves no point.
+    """
+    found = {}
+    for tier in some_of(sorted(set(tiers)), MOST_TIERS):
+        options = {"max_tokens": PROBE_TOKENS, "ignore_eos": True}
+        asked = options if tier == full_tier else {**options, "sub_experts": tier}
+        for size in sorted({1, max(1, capacity // 2), capacity}):
+            began = clock.now()
+            answers = client.run([Prompt(prompt=PROBE, sampling=asked)] * size, wait_ready_s=wait_ready_s)
+            came = sum(len(answer.token_ids) for answer in answers)
+            if came:
+                found[size, tier] = (clock.now() - began) * size / came
+    return found
+
+
+def some_of(values: Sequence[int], most: int) -> list[int]:
+    """The first, the last, and as many between as `most` allows, evenly."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)]

@@ -213,6 +213,7 @@ def batch(
             out,
             SystemClock(),
             capacity=size or max(1, homes) * cluster.max_requests,
+            full_tier=full if elasticity is not None else 0,
             rule=rule,  # type: ignore[arg-type]
             wait_ready_s=wait_s,
             say=say,

@@ -88,14 +88,15 @@ def merges(
 def next_batch(
     waiting: Sequence[Prompt],
     capacity: int,
-    profile: Profile,
+    profile: Profile | None,
     *,
     rule: Rule = "paper",
     age_cap: int = AGE_CAP,
 ) -> Batch:
     """The next batch of at most `capacity` of what waits (at least one does).
 
-    Lowest tier first, in the order of the file; a prompt that was passed over `age_cap` times goes before all others.
+    Lowest tier first, in the order of the file; without a profile tiers never share a batch. A prompt that was passed over
+    `age_cap` times goes before all others.
     """
     old = [prompt for prompt in waiting if prompt.passed >= age_cap]
     queue = sorted(waiting, key=lambda prompt: (prompt.tier, prompt.place))
@@ -106,7 +107,7 @@ def next_batch(
     taken, tier = mine[:capacity], first.tier
     if len(taken) < capacity and len(tiers) > 1:
         following = [prompt for prompt in queue if prompt.tier == tiers[1]][: capacity - len(taken)]
-        if merges(len(taken), tier, len(following), tiers[1], profile, rule):
+        if profile is not None and merges(len(taken), tier, len(following), tiers[1], profile, rule):
             taken, tier = taken + following, tiers[1]
     return Batch(tuple(sorted(prompt.place for prompt in taken)), tier)
 

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from edge_runtime.client import Answer, Prompt
 from edge_runtime.clock import ManualClock
 from edge_runtime.errors import RequestError
-from edge_runtime.offline import Journal, run_offline
+from edge_runtime.offline import PROBE_TOKENS, Journal, measure, run_offline, some_of
 from edge_runtime.protocol import Finished
+
+FULL = 16
 
 
 class Stopped(BaseException):
@@ -24,6 +26,8 @@ class Doubling:
         self.clock, self.killed_at, self.asked = clock, killed_at, []
 
     def run(self, prompts, *, wait_ready_s):
+        if prompts[0].prompt is not None:
+            return self.probed(prompts)
         if len(self.asked) == self.killed_at:
             raise Stopped
         self.asked.append([prompt.prompt_ids for prompt in prompts])
@@ -33,13 +37,23 @@ class Doubling:
             for prompt in prompts
         ]
 
+    def probed(self, prompts):
+        """What is only measured: a step takes longer with more prompts and at a higher K."""
+        assert all(prompt.sampling["max_tokens"] == PROBE_TOKENS for prompt in prompts)
+        tier = prompts[0].sampling.get("sub_experts", FULL)
+        self.clock.advance(PROBE_TOKENS * (0.1 + 0.01 * tier * len(prompts)))
+        return [
+            Answer("r", prompt, 0.0, token_ids=[1] * PROBE_TOKENS, finished=Finished("r", "length"))
+            for prompt in prompts
+        ]
+
 
 def attempt(folder, tiers, killed_at=10**6, capacity=3):
     clock = ManualClock()
     client = Doubling(clock, killed_at)
     prompts = [Prompt(prompt_ids=[index]) for index in range(len(tiers))]
     try:
-        run_offline(client, prompts, tiers, folder / "out.jsonl", clock, capacity=capacity)
+        run_offline(client, prompts, tiers, folder / "out.jsonl", clock, capacity=capacity, full_tier=FULL)
     except Stopped:
         pass
     return [ids[0] for batch in client.asked for ids in batch]
@@ -89,3 +103,34 @@ def test_answers_that_are_whole_are_not_written_over(tmp_path):
     (tmp_path / "out.jsonl").write_text("{}\n")
     with pytest.raises(RequestError, match="exists already; remove it"):
         Journal(tmp_path / "out.jsonl", [Prompt(prompt="again")]).read()
+
+
+def test_times_are_measured_before_tiers_are_merged_by_them():
+    clock = ManualClock()
+    found = measure(Doubling(clock), [4, 16, 4, 9], 8, FULL, clock, 1.0)
+    assert set(found) == {(n, tier) for n in (1, 4, 8) for tier in (4, 9, 16)}
+    for (n, tier), seconds in found.items():
+        assert seconds == pytest.approx(0.1 + 0.01 * tier * n)
+    assert some_of(list(range(1, 17)), 4) == [1, 6, 11, 16] and some_of([3, 5], 4) == [3, 5]
+
+
+def test_what_is_said_names_k_only_where_experts_are_split(tmp_path):
+    for full, words in ((FULL, "2 at up to K 16 in"), (0, "2 in 0.5 s")):
+        said, clock = [], ManualClock()
+        prompts = [Prompt(prompt_ids=[index]) for index in range(2)]
+        out = tmp_path / f"{full}.jsonl"
+        client = Doubling(clock)
+        run_offline(client, prompts, [FULL] * 2, out, clock, capacity=4, full_tier=full, say=said.append)
+        assert words in said[-1]
+        assert len(said) == 1, "one tier is never merged, so nothing is measured"
+
+
+def test_a_cluster_that_answers_no_probe_still_answers_each_tier_by_itself(tmp_path):
+    class Mute(Doubling):
+        def probed(self, prompts):
+            return [Answer("r", prompt, 0.0) for prompt in prompts]
+
+    client = Mute(ManualClock())
+    prompts = [Prompt(prompt_ids=[index]) for index in range(3)]
+    run_offline(client, prompts, [4, 16, 16], tmp_path / "out", client.clock, capacity=3, full_tier=FULL)
+    assert client.asked == [[[0]], [[1], [2]]]

@@ -1,5 +1,6 @@
 """A cluster whose experts are split: requests at a tier beside whole ones, on one node and on two, and what is refused."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -38,3 +39,25 @@ def test_what_is_no_tier_is_refused_in_one_sentence(cluster: LocalCluster) -> No
     ):
         refused = cluster.submit(PROMPT, option, value)
         assert refused.exit_code == 2 and words in refused.stderr
+
+
+def test_a_budget_that_does_not_cover_k_raises_it(cluster: LocalCluster) -> None:
+    free = cluster.answer(PROMPT, "--max-tokens", "12", "--sub-experts", "4")
+    paid = cluster.answer(PROMPT, "--max-tokens", "12", "--sub-experts", "4", "--quality", "0.002")
+    assert free["bill"]["K_run"] == 4 < paid["bill"]["K_run"] <= 16
+    assert paid["bill"]["K"] == 4 and 0 < paid["bill"]["budget_spent"] <= 12 * 0.002
+    assert free["bill"]["budget_spent"] == 0
+    traced = cluster.answer(PROMPT, "--max-tokens", "4", "--sub-experts", "4", "--trace")
+    assert all(0 < layer["dropped"] < 1 for layer in traced["trace"])
+
+
+def test_a_file_of_prompts_is_answered_tier_by_tier_in_order_and_goes_on(cluster: LocalCluster) -> None:
+    entries = [{"prompt": f"{PROMPT} # {i}", **({} if i % 2 else {"k": 1.5})} for i in range(5)]
+    file, out = cluster.write_prompts(entries, "batch.jsonl"), cluster.topology.parent / "answers.jsonl"
+    done = cluster.cli("batch", file, "--out", out, "--max-tokens", "6", "--size", "2", "--rule", "exact")
+    assert done.exit_code == 0, done
+    assert "a token of a batch takes, measured: 1 at K 6" in done.stderr and "at up to K" in done.stderr
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [answer["bill"].get("K") for answer in answers] == [6, None, 6, None, 6]
+    again = cluster.cli("batch", file, "--out", out)
+    assert again.exit_code == 2 and "exists already" in again.stderr
