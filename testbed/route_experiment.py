@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from calibration.signatures_fit import VARIANTS, rank_quality, select_layers, variant_values
+from edge_runtime.errors import ConfigError
 from edge_runtime.routing.base import Router
 from edge_runtime.routing.baselines import (
     DomainOracle,
@@ -53,6 +54,11 @@ class Row:
     load: float
     policy: str
     outcomes: tuple[Outcome, ...]
+
+    @property
+    def key(self) -> tuple[str, int, float, str]:
+        """What tells it from others."""
+        return self.workload, self.num_homes, self.load, self.policy
 
     def values(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation over the seeds."""
@@ -224,19 +230,31 @@ def run_table(
     only: Iterable[str] = (),
     policies: Sequence[str] = (),
     say: Callable[[str], None] = lambda line: None,
+    known: Sequence[Row] = (),
+    keep: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Every policy at every load. loads: requests in decode per home that the rate aims at."""
-    rows = []
+    """Every policy at every load.
+
+    loads  requests in decode per home that the rate aims at
+    known  rows that were made before; keep: is given each new one
+    """
+    rows = list(known)
+    made = {row.key for row in known}
     wanted = set(only)
     for name, shares in workloads(serve.domains).items():
         if wanted and name not in wanted:
+            continue
+        wanted_policies = policies or [*BASELINES, *ablations()]
+        if all((name, num_homes, load, policy) in made for load in loads for policy in wanted_policies):
             continue
         bench = Bench(fit, serve, shares, num_homes)
         draw = np.random.default_rng(11)
         compared = [curves(serve, shares(at), SLOTS, draw) for at in (0.0, 1.0)]
         for load in loads:
             rate = rate_for(serve, load, num_homes, costs, model_layers)
-            for policy in policies or [*BASELINES, *ablations()]:
+            for policy in wanted_policies:
+                if (name, num_homes, load, policy) in made:
+                    continue
                 outcomes = []
                 resident = bench.resident("joint" if "joint" in policy else "blind")
                 for seed in range(seeds):
@@ -260,6 +278,7 @@ def run_table(
                         )
                     )
                 rows.append(Row(name, num_homes, load, policy, tuple(outcomes)))
+                keep(rows[-1])
                 say(
                     f"{name}, {num_homes} homes, load {load:g}, {policy}: TPOT {rows[-1].values('tpot_p50')[0]:.2f} ms"
                 )
@@ -313,15 +332,34 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """One line per row and seed."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+def append_csv(row: Row, path: Path) -> None:
+    """One line for each seed, below those that are there."""
+    is_new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["workload", "homes", "load", "policy", "seed", *COLUMNS])
-        for row in rows:
-            for seed, outcome in enumerate(row.outcomes):
-                values = [f"{getattr(outcome, name):.6g}" for name in COLUMNS]
-                writer.writerow([row.workload, row.num_homes, f"{row.load:g}", row.policy, seed, *values])
+        if is_new:
+            writer.writerow(["workload", "homes", "load", "policy", "seed", *COLUMNS])
+        for seed, outcome in enumerate(row.outcomes):
+            values = [f"{getattr(outcome, name):.6g}" for name in COLUMNS]
+            writer.writerow([row.workload, row.num_homes, f"{row.load:g}", row.policy, seed, *values])
+
+
+def read_csv(path: Path) -> list[Row]:
+    """The rows of such a file; none if it is not there. ConfigError for another kind of file."""
+    if not path.exists():
+        return []
+    found: dict[tuple[str, int, float, str], list[Outcome]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            try:
+                key = line["workload"], int(line["homes"]), float(line["load"]), line["policy"]
+                outcome = Outcome(**{name: float(line[name]) for name in COLUMNS})
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{path} is no table of routers: {error!r} in {line}; name another file"
+                ) from error
+            found.setdefault(key, []).append(outcome)
+    return [Row(*key, tuple(outcomes)) for key, outcomes in found.items()]
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -103,6 +103,11 @@ def curves(
     return Curves(*(found / trials))
 
 
+def _bits(used: np.ndarray) -> int:
+    """A table [L, E] of flags as the masks of `Traces` are."""
+    return int.from_bytes(np.packbits(used.ravel(), bitorder="little").tobytes(), "little")
+
+
 def arrivals(
     traces: Traces, count: int, rate: float, rng: np.random.Generator, shares: Callable[[float], np.ndarray]
 ) -> list[Arrival]:
@@ -134,18 +139,18 @@ def replay(
 ) -> Outcome:
     """Run a workload to its end.
 
-    compared      what steps are held against: of the first half of the workload, and of the second; of 0 to `slots` rows
-
     signatures    [N, dim] of all traces, as the router wants them
     model_layers  layers that costs count for, where fewer were recorded
     resident      [H, L, E] what each home holds
     warm_up       share of the requests, and of the steps, that is left out at the beginning
+    compared      what steps are held against, in the first half of the workload and in the second; of 0 to `slots` rows
     """
     _, L, E = traces.prefill.shape
     layers = model_layers or L
     homes = [Home(f"n{index}") for index in range(num_homes)]
-    offsets = (np.arange(L) * E)[:, None]
-    flat = [choices + offsets for choices in traces.choices]
+    masks = traces.masks
+    absent_of = [] if resident is None else [_bits(~held) for held in resident]
+    of_layer = [((1 << E) - 1) << (layer * E) for layer in range(L)]
     workers = [0.0] * num_workers
     progress = [0] * len(workload)  # tokens decoded
     first_s = [0.0] * len(workload)
@@ -172,16 +177,19 @@ def replay(
         if not home.running:
             home.is_stepping = False
             return
-        rows = np.stack([flat[workload[number].trace][progress[number]] for number in home.running])
-        used = np.zeros(L * E, dtype=bool)
-        used[rows.ravel()] = True
-        distinct = float(used.sum()) / L
+        rows = [masks[workload[number].trace][progress[number]] for number in home.running]
+        used = 0
+        for row in rows:
+            used |= row
+        distinct = used.bit_count() / L
         wait = 0.0
-        if resident is not None:
-            absent = ~resident[place].ravel()
-            remote += int(absent[rows.ravel()].sum()) * layers // L
-            tokens += len(home.running)
-            wait = costs.remote_call * layers * float((used & absent).reshape(L, E).any(axis=1).mean())
+        if absent_of:
+            absent = absent_of[place]
+            remote += sum((row & absent).bit_count() for row in rows) * layers // L
+            tokens += len(rows)
+            if costs.remote_call:
+                called = sum(bool(used & absent & layer) for layer in of_layer)
+                wait = costs.remote_call * layers * called / L
         took = (
             costs.fixed
             + costs.per_row * len(home.running)
@@ -215,7 +223,7 @@ def replay(
         still = []
         for number in home.running:
             progress[number] += 1
-            if progress[number] < len(flat[workload[number].trace]):
+            if progress[number] < len(masks[workload[number].trace]):
                 still.append(number)
             elif number >= counts_from:
                 tpot.append((now - first_s[number]) / progress[number])

@@ -46,7 +46,13 @@ DEMO = Path(__file__).resolve().parent / "models" / "edge-moe-demo"
     default=None,
     help="Folder to keep recorded traces and measured costs in.",
 )
-@click.option("--csv", "csv_path", type=click.Path(path_type=Path), default=None, help="Every run on a line.")
+@click.option(
+    "--csv",
+    "csv_path",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Keep every run on a line; what is there is not made again.",
+)
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), default=None, help="Draw to this file.")
 @click.option("--overhead", is_flag=True, help="Only measure what routing costs each request.")
 def routing(
@@ -93,10 +99,10 @@ def routing(
         only=only,
         policies=policies,
         say=say,
+        known=experiment.read_csv(csv_path) if csv_path is not None else (),
+        keep=lambda row: experiment.append_csv(row, csv_path) if csv_path is not None else None,
     )
     click.echo(experiment.table(rows))
-    if csv_path is not None:
-        experiment.write_csv(rows, csv_path)
     if plot_path is not None:
         experiment.plot(rows, plot_path)
 

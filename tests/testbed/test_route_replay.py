@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from edge_runtime.errors import ConfigError
 from edge_runtime.routing.baselines import RoundRobin, ShortestQueue
-from testbed.route_experiment import Bench, Row, run_table, table, workloads, write_csv
+from testbed.route_experiment import Bench, Row, append_csv, read_csv, run_table, table, workloads
 from testbed.route_overhead import overheads
 from testbed.route_overhead import table as overhead_table
 from testbed.route_replay import Arrival, Costs, arrivals, curves, replay
@@ -40,6 +41,14 @@ def test_what_is_kept_is_what_was_recorded(drawn, tmp_path):
     assert all((a == b).all() for a, b in zip(again.choices, drawn.choices, strict=True))
 
 
+def test_masks_are_the_choices_bit_by_bit(drawn):
+    _, L, E = drawn.prefill.shape
+    for choices, masks in zip(drawn.choices[:3], drawn.masks[:3], strict=True):
+        for token, mask in zip(choices, masks, strict=True):
+            bits = {layer * E + int(expert) for layer in range(L) for expert in token[layer]}
+            assert {bit for bit in range(L * E) if mask >> bit & 1} == bits
+
+
 def test_a_step_costs_what_its_distinct_experts_cost():
     work = [Arrival(0, 0.0), Arrival(1, 0.0)]
     signatures = np.zeros((2, 1), dtype=np.float32)
@@ -65,23 +74,30 @@ def test_every_request_is_served_once_and_order_of_ties_is_fixed(drawn):
 
 def test_eldr_touches_fewer_experts_than_round_robin_and_joint_placement_calls_less(drawn, tmp_path):
     fit, serve = drawn.of(range(180)), drawn.of(range(180, 300))
-    rows = run_table(
-        fit,
-        serve,
-        num_homes=4,
-        loads=[8.0],
-        seeds=2,
-        costs=COSTS,
-        num_requests=200,
-        only=["even"],
-        policies=["round_robin", "eldr", "eldr joint", "eldr tau=1"],
-    )
+    options = {
+        "num_homes": 4,
+        "loads": [8.0],
+        "seeds": 2,
+        "costs": COSTS,
+        "num_requests": 200,
+        "only": ["even"],
+    }
+    policies = ["round_robin", "eldr", "eldr joint", "eldr tau=1"]
+    path = tmp_path / "rows.csv"
+    run_table(fit, serve, **options, policies=policies[:2], keep=lambda row: append_csv(row, path))
+    known = read_csv(path)
+    made = []
+    rows = run_table(fit, serve, **options, policies=policies, known=known, keep=made.append)
+    assert [row.policy for row in made] == policies[2:], "what was kept is not made again"
     of = {row.policy: row for row in rows}
     assert of["eldr"].values("distinct")[0] < 0.93 * of["round_robin"].values("distinct")[0]
     assert of["eldr joint"].values("remote_calls")[0] < 0.9 * of["eldr"].values("remote_calls")[0]
     assert table(rows).count("\n") == 5
-    write_csv(rows, tmp_path / "rows.csv")
-    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 1 + 4 * 2
+    assert len(path.read_text().splitlines()) == 1 + 2 * 2
+    assert known[0].values("tpot_p50")[0] == pytest.approx(rows[0].values("tpot_p50")[0], rel=1e-5)
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="is no table of routers"):
+        read_csv(path)
 
 
 def test_all_homes_hold_equally_many_and_every_expert_is_somewhere(drawn):
