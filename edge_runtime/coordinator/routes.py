@@ -74,7 +74,10 @@ class Routes:
         self.follow(cluster, None)
 
     def follow(self, cluster: Cluster, placement: Placement | None) -> None:
-        """Another topology file or placement counts from now on. Raises ArtifactError for a policy that it cannot have."""
+        """Another topology file or placement counts from now on; without one, before anything runs, nobody is held up by a fit.
+
+        Raises ArtifactError for a policy that it cannot have.
+        """
         groups = placement.groups if placement is not None else ()
         homes = tuple(group.nodes[0] for group in groups) or homes_of(cluster)
         self._is_staged = any(len(group.nodes) > 1 for group in groups)
@@ -98,16 +101,33 @@ class Routes:
                 uses_transfer=routing.count_transfer,
             )
             resident = None if placement is None else residents_of(placement, homes, self._footprint)
-            clusters = self.clusters_for(len(homes))
             self._resident = resident
-            self._band = band_for(self._fit, homes, rule, clusters=clusters, resident=resident)
+            if placement is None or len(homes) in self._clusters:
+                clusters = self.clusters_for(len(homes))
+                self._band = band_for(self._fit, homes, rule, clusters=clusters, resident=resident)
+            else:  # it takes seconds, and `refit_due` has it done beside; until then load decides
+                self._band = LocalityBand(np.zeros((0, self._fit.rule.dim)), (), rule)
             self._router = self._band
             self._window = SignatureWindow()
 
     def refit_due(self, now: float) -> Callable[[], None] | None:
-        """What makes clusters of the latest requests, if that is wanted and due; a moment's work, for a thread of its own."""
-        band, fit, resident = self._band, self._fit, self._resident
-        if not self._cluster.routing.refit or self.policy != ELDR or band is None or fit is None:
+        """What makes the clusters that are needed now, for a thread of its own: those of another number of homes, or, where
+        that is wanted, new ones of the latest requests.
+        """
+        band, fit, resident, homes = self._band, self._fit, self._resident, self.homes
+        if self.policy != ELDR or band is None or fit is None:
+            return None
+        if not len(band.centroids):
+
+            def fit_anew() -> None:
+                found = band_for(
+                    fit, homes, band.rule, clusters=self.clusters_for(len(homes)), resident=resident
+                )
+                if self._band is band:
+                    self._band = self._router = found
+
+            return fit_anew
+        if not self._cluster.routing.refit:
             return None
         signatures = self._window.take(len(band.centroids), now)
         if signatures is None:
@@ -293,6 +313,8 @@ class Routes:
         if self.policy == ELDR and self._band is not None:
             rule, fit = self._band.rule, self._fit
             told = f"affinity {rule.affinity:g}" if rule.tau is None else f"tau {rule.tau:g}"
+            if not len(self._band.centroids):
+                return f"eldr, {told}; clusters for {len(self.homes)} homes are being made, and load decides until then"
             told = f"eldr, {told}, {len(self._band.centroids)} centroids of {self._band.centroids.shape[1]}"
             if fit is not None and fit.num_clusters != len(self._band.centroids):
                 told += f" (fitted anew: calibration has {fit.num_clusters})"

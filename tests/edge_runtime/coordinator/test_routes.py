@@ -301,6 +301,15 @@ def test_when_homes_come_and_go_each_gets_the_cluster_of_what_it_holds():
         assert routes.choose_home(idle, routes.signature(high)) == home
     for kinds, home in (([0, 1], "c"), ([1, 0], "b")):
         routes.follow(two, holding(plan_placement(two, PARTS), kinds))
+        anew = routes.refit_due(0.0)
+        assert (anew is not None) == (kinds == [0, 1]), "made once for each number of homes"
+        if anew is not None:
+            told = routes.body()
+            assert "clusters for 2 homes are being made" in told["text"] and told["centroids"] == 0
+            assert (
+                routes.choose_home([HomeLoad("b", 3, 8), HomeLoad("c", 1, 8)], routes.signature(high)) == "c"
+            )
+            anew()
         idle = [HomeLoad(name, 0, 8) for name in "bc"]
         assert routes.choose_home(idle, routes.signature(high)) == home
         assert routes.body()["centroids"] == 2
