@@ -386,7 +386,7 @@ class CoordinatorDaemon:
                         "rss_bytes": psutil.Process().memory_info().rss,
                         "bad_frames": self._server.bad_messages,
                     },
-                    routing=self._routes.body(),
+                    routing=self._routes.body() | {"speeds": self._speeds},
                     change=self._epochs.change_text(),
                     leaving=self._epochs.leaving,
                     outcomes=list(self._epochs.outcomes),

@@ -17,6 +17,7 @@ from tests.support.coordinators import cluster, footprint
 from topology.cluster import Cluster, Link, Routing
 from topology.grouping import Groups
 from topology.placement import plan_placement
+from topology.speeds import LinkSpeed
 from topology.traits import ExpertTraits
 
 PARTS = footprint()  # 2 layers of 4 experts
@@ -146,6 +147,9 @@ def test_kv_that_is_there_costs_nothing_and_a_slow_link_costs_load():
     }
     routes.forget("a")
     assert routes.transfer_s("p", "a", NAMES) > 0.5
+    assert routes.transfer_s("p", "a", NAMES, num_ahead=8) == 0, "it was told to fetch them already"
+    routes.measured({("a", "p"): LinkSpeed(rtt_s=0.002, bandwidth_bps=1e9)})
+    assert routes.transfer_s("p", "a", NAMES) == pytest.approx(0.002 + 8 * block_bits / 1e9)
 
 
 def test_a_home_is_not_thought_to_hold_more_blocks_than_it_has():
@@ -313,3 +317,16 @@ def test_when_homes_come_and_go_each_gets_the_cluster_of_what_it_holds():
         idle = [HomeLoad(name, 0, 8) for name in "bc"]
         assert routes.choose_home(idle, routes.signature(high)) == home
         assert routes.body()["centroids"] == 2
+
+
+def test_a_home_that_fetches_already_is_kept_by_a_router_that_learns_nothing_more():
+    for policy in ("round_robin", "jsq", "pressure"):
+        routes = Routes(separated(policy), PARTS, None, seed=1)
+        assert {routes.choose_home(loads(0, 9), source="p", ahead="b", num_ahead=1) for _ in range(4)} == {
+            "b"
+        }
+        assert routes.choose_home(loads(0, 9)[:1], source="p", ahead="b", num_ahead=1) == "a", "b is gone"
+    eldr = Routes(separated("eldr"), PARTS, fit(), seed=1)
+    assert eldr.choose_home(loads(0, 9), source="p", ahead="b", num_ahead=1) == "a", (
+        "load has changed meanwhile"
+    )
