@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from edge_runtime.cache.block_store import Blocks
+from edge_runtime.cache.prefix import HASH_BYTES
 from edge_runtime.clock import Clock
 from edge_runtime.engine.engine import Ended, Engine, EngineThread, Output
 from edge_runtime.engine.pipeline import PipelineEngine
@@ -697,7 +698,9 @@ class NodeDaemon:
         """Take in blocks of a prompt that is still being computed: they are cached, and nobody waits for them."""
         request_id, engine_thread = message.request_id, self._engine
         store = engine_thread.engine.blocks if engine_thread is not None else None
-        if engine_thread is None or store is None or request_id in self._requests or not len(hashes):
+        if engine_thread is None or store is None or request_id in self._requests:
+            return
+        if not len(hashes) or hashes.shape[1] != HASH_BYTES:  # whoever computed the prompt has named them
             return
 
         def take(names: Sequence[bytes], blocks: Blocks) -> None:
