@@ -22,13 +22,15 @@ FLAGS = [
     "-fvisibility=hidden",
     "-Wall",
     "-Wno-psabi",
-    "-Wno-maybe-uninitialized",  # GCC 12's own AVX-512 header
+    "-Wno-maybe-uninitialized",  # these two: GCC 12's own AVX-512 header
+    "-Wno-uninitialized",
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 ISA_FLAGS = {  # one unit per instruction set, all of the same source; products in whole numbers have units of their own
     "isa_avx512.cpp": AVX512,
     "isa_avx2.cpp": AVX2,
+    "integer_amx.cpp": [*AVX512, "-mavx512vnni"],  # tiles are written in assembler
     "integer_vnni.cpp": [*AVX512, "-mavx512vnni"],
     "integer_avx512.cpp": AVX512,
     "integer_avx2.cpp": AVX2,

@@ -1,7 +1,7 @@
 """Which implementation of the kernels serves: compiled, plain torch, or the reference. Chosen once, when first asked.
 
-EDGE_KERNELS=native|torch|reference forces one, EDGE_CPU_ISA=avx512vnni|avx512|avx2|portable forces the compiled kernels'
-instruction set, EDGE_THREADS sets the number of threads (1 unless set). All compiled instruction sets and all numbers of
+EDGE_KERNELS=native|torch|reference forces one, EDGE_CPU_ISA=amx|avx512vnni|avx512|avx2|portable forces the compiled
+kernels' instruction set, EDGE_THREADS sets the number of threads (1 unless set). All compiled instruction sets and all numbers of
 threads give the same bits.
 """
 

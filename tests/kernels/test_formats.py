@@ -19,6 +19,19 @@ def plain(w, num_rows):
     return ops.embed(torch.arange(num_rows, dtype=torch.int32), w)
 
 
+def on_every_isa(call):
+    """What the call gives with each instruction set of this machine, best first."""
+    from kernels.cpu import _native
+
+    best = _native.isa()
+    try:
+        for isa in _native.runnable_isas():
+            backends.use_isa(isa)
+            yield isa, call()
+    finally:
+        backends.use_isa(best)
+
+
 @pytest.mark.parametrize("format", QUANTISED)
 @pytest.mark.parametrize("T, N, K", SHAPES)
 def test_linear_agrees_with_the_reference(backend, by_reference, random, T, N, K, format):
@@ -41,17 +54,49 @@ def test_native_linear_is_the_defined_sum_bit_by_bit(native, by_reference, rando
 @pytest.mark.parametrize("format", QUANTISED)
 @pytest.mark.parametrize("T, N, K", [(1, 130, 64), (2, 40, 33), (3, 90, 20), (7, 70, 96), (40, 100, 133)])
 def test_linear_has_the_same_bits_on_every_isa(native, random, T, N, K, format):
-    from kernels.cpu import _native
-
-    best = _native.isa()
     x, w = random(T, K), ops.pack_linear(random(N, K), format=format)
     expected = ops.linear(x, w)
-    try:
-        for isa in _native.runnable_isas():
-            backends.use_isa(isa)
-            assert torch.equal(ops.linear(x, w), expected), isa
-    finally:
-        backends.use_isa(best)
+    for isa, found in on_every_isa(lambda: ops.linear(x, w)):
+        assert torch.equal(found, expected), isa
+
+
+@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("T", [7, 8, 9, 15, 16, 17, 31, 33, 48, 67, 130])
+def test_many_rows_have_the_same_bits_on_every_isa(native, by_reference, random, T, format):
+    """Rows, outputs and inputs that fill no tile, and some that fill them all; weights at their largest and rows of nothing."""
+    for N, K in (
+        (16, 64),
+        (33, 1),
+        (50, 63),
+        (17, 290),
+        (48, 513),
+        (int(random.integers(90, (1,))) + 1, 257),
+    ):
+        x, weight = random(T, K), random(N, K)
+        x[T // 2], x[T - 1] = 0.0, torch.where(x[T - 1] > 0, 1.0, -1.0)
+        weight[N // 2] = torch.where(weight[N // 2] > 0, 1.0, -1.0)
+        w, residual = ops.pack_linear(weight, format=format), random(T, N)
+        expected = by_reference(
+            lambda x=x, weight=weight: ops.linear(x, ops.pack_linear(weight, format=format))
+        )
+        for isa, found in on_every_isa(lambda x=x, w=w: ops.linear(x, w)):
+            assert torch.equal(found, expected), (isa, N, K)
+        for isa, found in on_every_isa(
+            lambda x=x, w=w, residual=residual: ops.linear(x, w, out=residual.clone(), add=True)
+        ):
+            assert torch.equal(found, residual + expected), (isa, N, K)
+
+
+@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("D, F", [(33, 17), (70, 290)])
+def test_experts_of_many_rows_have_the_same_bits_on_every_isa(native, random, D, F, format):
+    bank = ops.ExpertBank(2, D, F)
+    for i in range(2):
+        bank.set(i, ops.pack_expert(random(F, D), random(F, D), random(D, F), format=format))
+    x, rows, ids = random(60, D), random.integers(60, (150,)), (random.integers(5, (150,)) == 0).int()
+    ((_, expected), *others) = on_every_isa(lambda: ops.grouped_ffn(x, rows, ids, bank))
+    for isa, found in others:
+        assert torch.equal(found, expected), isa
 
 
 @pytest.mark.parametrize("format", QUANTISED)
@@ -59,7 +104,7 @@ def test_no_sum_of_codes_overflows(native, by_reference, format):
     """The largest sums there are: every input and every code at its end, of one sign and of both."""
     signs = torch.tensor([1.0, -1.0]).repeat(400)
     x, weight = (
-        torch.stack([torch.ones(800), signs, -signs]),
+        torch.stack([torch.ones(800), signs, -signs] * 3),
         torch.stack([torch.ones(800), -torch.ones(800), signs]),
     )
     expected = by_reference(lambda: ops.linear(x, ops.pack_linear(weight, format=format)))

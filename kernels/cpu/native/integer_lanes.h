@@ -23,6 +23,13 @@ inline __m512i all_lanes(const char* dword) {
     __builtin_memcpy(&v, dword, 4);
     return _mm512_set1_epi32(v);
 }
+// 16 whole numbers
+struct Whole {
+    __m512i v;
+};
+inline Whole bits_less(V a, int32_t less) { return {_mm512_sub_epi32(_mm512_castps_si512(a.v), _mm512_set1_epi32(less))}; }
+inline Whole add(Whole a, Whole b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline int32_t lane_sum(Whole a) { return _mm512_reduce_add_epi32(a.v); }
 
 #if defined(EDGE_VNNI)
 
@@ -38,12 +45,9 @@ inline void step(Sum& sum, Line w, const char* a, const char* b) {
 inline V finish_sum(Sum sum) {
     return {_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sum.a, 8), sum.b))};
 }
-inline void store_digits(const int32_t* x, char* a, char* b) {
-    for (int i = 0; i < 16; ++i) {
-        const int8_t low = (int8_t)x[i];
-        b[i] = (char)low;
-        a[i] = (char)((x[i] - low) >> 8);
-    }
+inline void store_digits(Whole x, char* a, char* b) {
+    _mm_storeu_si128((__m128i*)b, _mm512_cvtepi32_epi8(x.v));
+    _mm_storeu_si128((__m128i*)a, _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(x.v, _mm512_set1_epi32(128)), 8)));
 }
 #define EDGE_DIGITS_ARE_BYTES 1
 
@@ -144,13 +148,37 @@ inline V finish_sum(const Sum& sum) {
 
 #endif
 
+#if !defined(EDGE_AVX512)
+// 16 whole numbers
+struct Whole {
+    int32_t v[16];
+};
+inline Whole bits_less(V a, int32_t less) {
+    Whole r;
+    __builtin_memcpy(r.v, &a, sizeof r.v);
+    for (int i = 0; i < 16; ++i) r.v[i] -= less;
+    return r;
+}
+inline Whole add(Whole a, const Whole& b) {
+    for (int i = 0; i < 16; ++i) a.v[i] += b.v[i];
+    return a;
+}
+inline int32_t lane_sum(const Whole& a) {
+    int32_t sum = 0;
+    for (int i = 0; i < 16; ++i) sum += a.v[i];
+    return sum;
+}
+#endif
+
 #if !defined(EDGE_DIGITS_ARE_BYTES)
 // Of each four inputs the first and third, and the second and fourth, as numbers of 16 bits.
-inline void store_digits(const int32_t* x, char* a, char* b) {
+inline void store_digits(const Whole& x, char* a, char* b) {
+    int32_t whole[16];
+    __builtin_memcpy(whole, &x, sizeof whole);
     int16_t *even = (int16_t*)a, *odd = (int16_t*)b;
     for (int i = 0; i < 8; ++i) {
-        even[i] = (int16_t)x[2 * i];
-        odd[i] = (int16_t)x[2 * i + 1];
+        even[i] = (int16_t)whole[2 * i];
+        odd[i] = (int16_t)whole[2 * i + 1];
     }
 }
 #endif

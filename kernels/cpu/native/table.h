@@ -147,6 +147,10 @@ struct Kernels {
 // that serves.
 void integer_product(const Panels& w, const float* const* x, float* const* out, int64_t T, bool add, const char* then);
 using IntegerProduct = decltype(&integer_product);
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define EDGE_HAS_AMX 1  // the compiler's assembler knows tile registers, and the system is asked for them
+void integer_product_amx(const Panels&, const float* const*, float* const*, int64_t, bool, const char*);
+#endif
 void integer_product_vnni(const Panels&, const float* const*, float* const*, int64_t, bool, const char*);
 void integer_product_avx512(const Panels&, const float* const*, float* const*, int64_t, bool, const char*);
 void integer_product_avx2(const Panels&, const float* const*, float* const*, int64_t, bool, const char*);
@@ -157,7 +161,7 @@ const Kernels* kernels_avx2();
 const Kernels* kernels_portable();
 
 // This thread's scratch memory, one buffer per `which`, 64-byte aligned, kept until the thread ends.
-enum Scratch : int { SCORES = 0, POINTERS = 1, INNER = 2, SMALL = 3, WIDE = 4, DIGITS = 5, REST = 6, NUM_SCRATCH = 7 };
+enum Scratch : int { SCORES = 0, POINTERS = 1, INNER = 2, SMALL = 3, WIDE = 4, DIGITS = 5, REST = 6, TILES = 7, NUM_SCRATCH = 8 };
 void* scratch(Scratch which, size_t bytes);
 
 }  // namespace edge
