@@ -19,13 +19,12 @@ from calibration.requests import fingerprint
 from calibration.windows import read_windows
 from edge_runtime.artifacts import Artifact, write_section
 from edge_runtime.clock import Clock
+from edge_runtime.elastic.linear_gate import SECTION, read_linear_gate
 from edge_runtime.elastic.sub_experts import read_sub_experts
 from edge_runtime.errors import ArtifactError
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.spec import ModelSpec
 from edge_runtime.model.tokenizer import Tokenizer
-
-SECTION = "linear_gate"
 
 
 class TuneOptions(NamedTuple):
@@ -90,9 +89,4 @@ def tuned_rows(artifact: Artifact, spec: ModelSpec) -> dict[int, Rows] | None:
     """The tuned linear gate by layer; None if it was never tuned."""
     if not artifact.has(SECTION):
         return None
-    tensors = artifact.tensors(SECTION)
-    bias = tensors.get("bias")
-    return {
-        layer: (tensors["weight"][i], None if bias is None else bias[i])
-        for i, layer in enumerate(spec.moe_layers)
-    }
+    return read_linear_gate(artifact, spec, int(artifact.meta(SECTION)["num_parts"]))

@@ -30,6 +30,9 @@ ROUTING = ("auto", "eldr", "pressure", "jsq", "round_robin", "random", "power_of
 """Who chooses the decode home of a request. `eldr`: the experts its prompt used, then load; the others: load, or nothing.
 `auto`: `eldr` where there is a calibration to go by and machines that prefill for others, else `pressure`."""
 
+GATES = ("proxy", "linear")
+"""What chooses sub-experts: a few neurons of each, or a gate with a row for each, tuned by calibration."""
+
 MIB = 2**20
 
 
@@ -167,6 +170,8 @@ class Cluster:
     """Folder of the calibration artifact; None for the one in the model's folder, if there is one."""
     sub_experts: bool = False
     """Experts lie as calibration split them, so that requests may ask for part of them."""
+    gate: str = "proxy"
+    """Of `GATES`: what chooses among sub-experts for requests that ask for part of them."""
     split_tiers: bool = False
     """A request's K is spread over layers by what each is measured to lose; else it is the same in each."""
     pins: tuple[Pin, ...] = ()

@@ -40,6 +40,7 @@ _CLUSTER_KEYS = {
     "selector": Key("selector", readers.read_selector),
     "calibration": Key("calibration", readers.read_text),
     "sub_experts": Key("sub_experts", readers.read_flag),
+    "gate": Key("gate", readers.read_gate),
     "split_tiers": Key("split_tiers", readers.read_flag),
     "keys": Key("keys", readers.read_text),
     "process_reserve": Key("process_reserve_bytes", _SIZE),
@@ -124,8 +125,9 @@ def parse_cluster(
     _check_nodes(page, cluster, nodes)
     _check_links(page, nodes, links)
     _check_pins(page, nodes, pins)
-    if cluster.get("split_tiers") and not cluster.get("sub_experts"):
-        page.fault(("cluster", "split_tiers"), "counts only with sub_experts = true")
+    for key in ("gate", "split_tiers"):
+        if cluster.get(key) and not cluster.get("sub_experts"):
+            page.fault(("cluster", key), "counts only with sub_experts = true")
     if routing.get("lanes") and not cluster.get("sub_experts"):
         page.fault(("routing", "lanes"), "lanes are of tiers, so they need sub_experts = true in [cluster]")
     if page.faults:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from topology.cluster import (
     DEVICES,
+    GATES,
     MOST_STAGES,
     PLACEMENTS,
     PLANS,
@@ -100,6 +101,7 @@ read_device = read_one_of("device", DEVICES)
 read_plan = read_one_of("plan", PLANS)
 read_routing = read_one_of("routing policy", ROUTING)
 read_placement = read_one_of("placement", PLACEMENTS)
+read_gate = read_one_of("gate", GATES)
 read_selector = read_one_of("selector", SELECTORS)
 
 

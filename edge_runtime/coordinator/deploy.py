@@ -93,6 +93,7 @@ def refuse_unchangeable(running: Cluster, wanted: Cluster, context_tokens: int) 
         "calibration",
         "sub_experts",
         "split_tiers",
+        "gate",
         "heartbeat_s",
         "lost_after_s",
     )

@@ -29,12 +29,15 @@ class SlicedRows(NamedTuple):
     dropped  [T] float32, expected share of each row's gate weight that is left out
     lost     [T], the loss that is expected of that, in the unit of the quality ledger
     ran      [T] int32, slices that each row runs
+    expert_ids, gate_weights  [T, K], of the slots that `slices` is about; None for those that were given
     """
 
     slices: Slices
     dropped: Tensor
     lost: NDArray[np.float64]
     ran: Tensor
+    expert_ids: Tensor | None = None
+    gate_weights: Tensor | None = None
 
 
 class _LayerGate(NamedTuple):
@@ -42,24 +45,71 @@ class _LayerGate(NamedTuple):
     parts: LayerParts
 
 
-class ProxyGates:
-    """By layer. Made once from a checkpoint and an artifact.
+class TierGates:
+    """Whoever chooses what rows at a tier run, layer by layer.
 
-    batch_max  all rows of a step run the highest tier among them: the published baseline, which serves some more than they
-               asked
+    batch_max        all rows of a step run the highest tier among them: the published baseline, which serves some more than
+                     they asked
+    chooses_experts  the experts are chosen here too, and stand-ins for what the model's own gate chose mean nothing
     """
 
     batch_max = False
+    chooses_experts = False
+
+    def __init__(self, parts: SubExperts, top_k: int) -> None:
+        self.elasticity = Elasticity(parts.num_parts, top_k)
+        self._drop_loss, self._power = parts.drop_loss, parts.power
+        self._splits = _tables(parts)
+        self._asked: Tensor | None = None
+        self._answer: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what chooses."""
+        raise NotImplementedError
+
+    def choose(
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        gate_weights: Tensor,
+        tiers: Tensor,
+        caps: NDArray[np.float64] | None = None,
+    ) -> SlicedRows | None:
+        """What each row runs at its tier [T] int32; None if all run everything.
+
+        caps  [T], the most that a row may lose in this layer; a row whose tier would lose more runs as few slices
+              more as that takes. None: nobody's loss matters
+        """
+        raise NotImplementedError
+
+    def lost(self, layer: int, dropped: Tensor) -> NDArray[np.float64]:
+        """The loss that is expected of shares of gate weight that are left out."""
+        share = dropped.numpy().astype(np.float64)
+        return self._drop_loss.get(layer, 0.0) * (share * share if self._power == 2.0 else share)
+
+    def wanted(self, layer: int, tiers: Tensor) -> Tensor | None:
+        """Slices that each row runs [T] int32, None if all run all of theirs; the layers of a step ask for the same."""
+        if self._asked is not tiers:
+            full = self.elasticity.full_tier
+            wanted = torch.where(tiers == FULL, full, tiers).int()
+            if self.batch_max:
+                wanted.fill_(int(wanted.max()))
+            self._asked, self._answer = tiers, wanted if bool((wanted < full).any()) else None
+        if self._answer is None or self._splits is None:
+            return self._answer
+        return self._splits[layer][self._answer.long()]
+
+
+class ProxyGates(TierGates):
+    """Parts of the experts that the model's own gate chose, by a few neurons of each. Made from a checkpoint and an artifact."""
 
     def __init__(self, checkpoint: Checkpoint, parts: SubExperts, layers: Iterable[int]) -> None:
         spec = checkpoint.spec
         gate = next(layer.gate for layer in spec.layers if layer.gate is not None)
-        self.elasticity = Elasticity(parts.num_parts, gate.top_k)
-        self._drop_loss, self._power = parts.drop_loss, parts.power
-        self._splits = _tables(parts, self.elasticity.full_tier)
+        super().__init__(parts, gate.top_k)
         self._layers: dict[int, _LayerGate] = {}
-        self._asked: Tensor | None = None
-        self._answer: Tensor | None = None
         N, r = parts.num_parts, parts.gate_neurons
         for layer in layers:
             if layer not in parts.layers:
@@ -87,16 +137,11 @@ class ProxyGates:
         tiers: Tensor,
         caps: NDArray[np.float64] | None = None,
     ) -> SlicedRows | None:
-        """What each row runs at its tier [T] int32; None if all run everything.
-
-        caps  [T], the most that a row may lose in this layer; a row whose tier would lose more runs as few slices
-              more as that takes. None: nobody's loss matters
-        """
-        found, wanted = self._layers.get(layer), self._wanted(tiers)
+        """See TierGates."""
+        found = self._layers.get(layer)
+        wanted = None if found is None else self.wanted(layer, tiers)
         if found is None or wanted is None:
             return None
-        if self._splits is not None:
-            wanted = self._splits[layer][wanted.long()]
 
         def chosen(at: Tensor | slice, K: Tensor) -> tuple[Tensor, Tensor]:
             parts = found.parts
@@ -105,7 +150,7 @@ class ProxyGates:
             )
 
         masks, dropped = chosen(slice(None), wanted)
-        lost = self._lost(layer, dropped)
+        lost = self.lost(layer, dropped)
         if caps is not None and (lost > caps).any():
             at = torch.from_numpy(np.flatnonzero(lost > caps))
             most = caps[at.numpy()]
@@ -113,28 +158,14 @@ class ProxyGates:
             wanted[at] = least_within(
                 wanted[at],
                 self.elasticity.full_tier,
-                lambda tried: torch.from_numpy(self._lost(layer, chosen(at, tried)[1]) <= most),
+                lambda tried: torch.from_numpy(self.lost(layer, chosen(at, tried)[1]) <= most),
             )
             masks[at], dropped[at] = chosen(at, wanted[at])
-            lost = self._lost(layer, dropped)
+            lost = self.lost(layer, dropped)
         return SlicedRows(Slices(masks, self.elasticity.num_parts), dropped, lost, wanted)
 
-    def _lost(self, layer: int, dropped: Tensor) -> NDArray[np.float64]:
-        share = dropped.numpy().astype(np.float64)
-        return self._drop_loss.get(layer, 0.0) * (share * share if self._power == 2.0 else share)
 
-    def _wanted(self, tiers: Tensor) -> Tensor | None:
-        """Slices that each row runs [T] int32, None if all run all of theirs; the layers of a step ask for the same."""
-        if self._asked is not tiers:
-            full = self.elasticity.full_tier
-            wanted = torch.where(tiers == FULL, full, tiers).int()
-            if self.batch_max:
-                wanted.fill_(int(wanted.max()))
-            self._asked, self._answer = tiers, wanted if bool((wanted < full).any()) else None
-        return self._answer
-
-
-def _tables(parts: SubExperts, full: int) -> dict[int, Tensor] | None:
+def _tables(parts: SubExperts) -> dict[int, Tensor] | None:
     """By layer [full + 1] int32, what rows of each tier run there; None where it is the tier itself."""
     if parts.splits is None:
         return None

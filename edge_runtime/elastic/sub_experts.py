@@ -19,6 +19,10 @@ from edge_runtime.model.spec import ModelSpec
 TIER_LOSSES = "tier_losses"
 
 
+LinearRows = tuple[Tensor, Tensor | None]
+"""Of one layer's linear gate: weight [E * N, D] and bias [E * N] or None; row e * N + s is sub-expert s of expert e."""
+
+
 class LayerParts(NamedTuple):
     """One routed layer. E experts, F width, N sub-experts.
 
@@ -51,6 +55,8 @@ class SubExperts(NamedTuple):
     tier_losses: Mapping[int, tuple[float, ...]] | None = None
     """By layer, what a token is expected to lose at K = 1, 2, .. N * k0; None if it was not measured."""
 
+    linear: Mapping[int, LinearRows] | None = None
+    """By layer, rows of the tuned gate, where that one is to choose; None: the gate neurons do."""
     splits: Mapping[int, tuple[int, ...]] | None = None
     """By layer, what requests of K = 1, 2, .. run there, where K is split over layers; None: K in each."""
 

@@ -123,6 +123,7 @@ class QualityBooks:
         """A routed layer begins; so many are left, this one included."""
         if self.is_open or self.is_traced:
             self._layers_left, self._left_out = layers_left, None
+            self._shares = self._kind = None
             self._all_layers = max(self._all_layers, layers_left)
 
     def caps(self) -> NDArray[np.float64] | None:
@@ -165,8 +166,8 @@ class QualityBooks:
 
     def trace(self, layer: int, hosts: NDArray[np.int32] | None, gate_weights: Tensor) -> None:
         """Note where a layer's slots were served. hosts [T, K]: 0 is the home; None if it served all."""
-        weights = (self._shares if self.is_open else gate_weights.numpy()).astype(np.float64)
-        kind = self._kind if self.is_open and self._kind is not None else np.zeros(weights.shape, np.int8)
+        weights = (gate_weights.numpy() if self._shares is None else self._shares).astype(np.float64)
+        kind = self._kind if self._kind is not None else np.zeros(weights.shape, np.int8)
         served = np.zeros(weights.shape, np.int32) if hosts is None else hosts
         ways = (
             (kind == EXACT) & (served == 0),

@@ -17,7 +17,7 @@ from edge_runtime.cache.block_pool import BLOCK_MASK, BLOCK_SHIFT, blocks_for
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.cache.signatures import SignatureCache
 from edge_runtime.clock import Clock
-from edge_runtime.elastic.gates import ProxyGates
+from edge_runtime.elastic.gates import SlicedRows, TierGates
 from edge_runtime.engine.bill import Account, ServedWeight, joined_accounts
 from edge_runtime.engine.dropped import Dropped, DroppedMass
 from edge_runtime.engine.plan import StepPlan
@@ -27,7 +27,7 @@ from edge_runtime.engine.request_table import RequestTable, StepRows
 from edge_runtime.model.attention import AttentionBatch
 from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.encoder_decoder import two_halves
-from edge_runtime.model.moe import ExpertPort, Slices
+from edge_runtime.model.moe import ExpertPort
 
 
 class HostedExperts(ExpertPort, Protocol):
@@ -151,7 +151,7 @@ class Runner:
     signatures: SignatureCache | None = None
     books: QualityBooks | None = None
     pages: KVPages | None = None
-    gates: ProxyGates | None = None
+    gates: TierGates | None = None
     dropped: DroppedMass = field(default_factory=DroppedMass)
 
     def __post_init__(self) -> None:
@@ -250,9 +250,11 @@ class Runner:
         failed: dict[int, str] = {}
         self.port.begin_step()
         row_tiers = None
+        stands_in = books is not None
         if tiers is not None and self.gates is not None:
             row_tiers = tiers[rows.row_request.long()]
             self.dropped.begin_step(rows.row_request.numpy(), num_slices)
+            stands_in = stands_in and not self.gates.chooses_experts
         local_layers, num_slots = 0, 0
         is_looked_at = times.steps % LOOK_EVERY == 0 and len(rows.positions) == num_slices
         for layer in range(self.first_layer, self.last_layer):
@@ -261,12 +263,21 @@ class Runner:
             attended = now()
             if books is not None and expert_ids is not None:
                 books.begin_layer(self._routed_after[layer])
-            if books is not None and books.is_open and expert_ids is not None and gate_weights is not None:
+            if (
+                books is not None
+                and stands_in
+                and books.is_open
+                and expert_ids is not None
+                and gate_weights is not None
+            ):
                 logits = self.decoder.gate_logits(len(expert_ids))
                 expert_ids, gate_weights = books.stand_in(layer, expert_ids, gate_weights, logits)
-            sliced = None
+            ran = None
             if row_tiers is not None and expert_ids is not None and gate_weights is not None:
-                sliced = self._slices(layer, x, expert_ids, gate_weights, row_tiers, books)
+                ran = self._slices(layer, x, expert_ids, gate_weights, row_tiers, books)
+            if ran is not None and ran.expert_ids is not None:
+                expert_ids, gate_weights = ran.expert_ids, ran.gate_weights
+            sliced = None if ran is None else ran.slices
             missing = self.decoder.moe_segment(layer, hidden, x, expert_ids, gate_weights, self.port, sliced)
             if books is not None and books.is_open and expert_ids is not None:
                 books.end_layer()
@@ -283,6 +294,8 @@ class Runner:
             routed = self.decoder.routed
             if books is not None and books.is_traced and routed is None:
                 books.trace(layer, hosts, gate_weights)
+            if ran is not None and ran.expert_ids is not None and hosts is None:
+                hosts = np.where(ran.slices.masks.numpy() == 0, -1, 0)  # slots of which nothing ran
             if hosts is None and self._weight_is_one[layer] and routed is None:
                 local_layers += 1
             else:
@@ -308,7 +321,7 @@ class Runner:
         gate_weights: Tensor,
         row_tiers: Tensor,
         books: QualityBooks | None,
-    ) -> Slices | None:
+    ) -> SlicedRows | None:
         assert self.gates is not None, "rows have tiers where nobody can choose slices"
         caps = books.caps() if books is not None else None
         chosen = self.gates.choose(layer, x, expert_ids, gate_weights, row_tiers, caps)
@@ -318,7 +331,7 @@ class Runner:
         self.dropped.add_layer(dropped, lost, chosen.ran.numpy())
         if books is not None:
             books.leave_out(dropped, lost)
-        return chosen.slices
+        return chosen
 
     def served(self, num_slices: int) -> np.ndarray:
         """[2, S, N] float64: gate weight and slots of the step just run, by slice and host. Not booked on anybody."""

@@ -259,25 +259,28 @@ class Decoder:
     ) -> Missing | None:
         """out [T, D] += the weighted sum of what the routed experts give for x; `beside` runs while they are awaited."""
         rows = self._rows(x.shape[0])
-        arguments = layer, x, expert_ids, rows.expert_out
+        slots, expert_out = rows.slots, rows.expert_out
+        if expert_ids.shape != slots.shape:  # sub-experts of more experts than the model's own gate chooses
+            slots = torch.arange(expert_ids.numel(), dtype=torch.int32).view(expert_ids.shape)
+            expert_out = torch.empty(expert_ids.numel(), self.spec.width)
+        arguments = layer, x, expert_ids, expert_out
         sliced = () if slices is None else (slices,)  # a port that never sees slices need not know them
         if beside is None:
-            is_finite = port.add_here(layer, x, expert_ids, gate_weights, out, rows.expert_out, *sliced)
+            is_finite = port.add_here(layer, x, expert_ids, gate_weights, out, expert_out, *sliced)
             if is_finite:
                 return None
             if is_finite is not None:
-                return _not_finite(layer, rows.expert_out, rows.slots, expert_ids, port)
+                return _not_finite(layer, expert_out, slots, expert_ids, port)
             missing = port.run(*arguments) if slices is None else port.run(*arguments, None, slices)
         else:
             missing = port.run(*arguments, beside, *sliced)
-        slots = rows.slots
         if missing is not None:
             slots = slots.clone()
             slots.view(-1)[missing.slots] = -1
-        ops.combine(rows.expert_out, slots, gate_weights, out)
+        ops.combine(expert_out, slots, gate_weights, out)
         # One sum and not a look at each number: NaN and Inf survive it, and finite rows do not reach 1e38.
         if not math.isfinite(float(out.sum())):
-            return joined(missing, _not_finite(layer, rows.expert_out, slots, expert_ids, port))
+            return joined(missing, _not_finite(layer, expert_out, slots, expert_ids, port))
         return missing
 
     def head(self, hidden: Tensor) -> Tensor:

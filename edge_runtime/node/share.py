@@ -17,7 +17,8 @@ from edge_runtime.cache.block_store import BlockStore
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.cache.signatures import SignatureCache
 from edge_runtime.clock import Clock, ThreadClock
-from edge_runtime.elastic.gates import ProxyGates
+from edge_runtime.elastic.gates import ProxyGates, TierGates
+from edge_runtime.elastic.linear_gate import LinearGates, with_linear_gate
 from edge_runtime.elastic.sub_experts import SubExperts, read_sub_experts
 from edge_runtime.elastic.tiers import Elasticity
 from edge_runtime.engine.dropped import DroppedMass
@@ -201,7 +202,19 @@ def sub_experts_by(cluster: Cluster, checkpoint: Checkpoint) -> SubExperts | Non
             f"sub_experts = true, but no calibration artifact of {cluster.model} has a section partition; run "
             f"`edge-runtime calibrate prism {cluster.model} --corpus FOLDER`, or name its folder by `calibration`"
         )
+    if cluster.gate == "linear":
+        assert artifact is not None, "a partition came from an artifact"
+        found = with_linear_gate(found, artifact, checkpoint.spec)
     return found.with_splits() if cluster.split_tiers else found
+
+
+def gates_for(checkpoint: Checkpoint, parts: SubExperts, trunk: Trunk) -> TierGates:
+    """Who chooses sub-experts in the layers of a trunk: the tuned gate where `parts` has it, else gate neurons."""
+    if parts.linear is None:
+        return ProxyGates(checkpoint, parts, range(trunk.first_layer, trunk.last_layer))
+    layers = enumerate(trunk.layers, trunk.first_layer)
+    own = ((index, layer.gate) for index, layer in layers if layer.gate is not None)
+    return LinearGates(checkpoint.spec, parts, own)
 
 
 def load_share(
@@ -338,7 +351,7 @@ def load_share(
     )
     gates = None
     if parts is not None and loaded.later is None:  # a stage is not told the tiers of its rows
-        gates = ProxyGates(checkpoint, parts, range(share.first_layer, share.last_layer))
+        gates = gates_for(checkpoint, parts, trunk)
     runner = loaded.runner = _runner(share, settings, spec, trunk, experts, clock, gates)
     if loaded.later is None:
         assert runner.pages is not None, "a runner of a share has pages"
@@ -402,7 +415,7 @@ def _runner(
     trunk: Trunk,
     experts: PlacedExperts,
     clock: Clock,
-    gates: ProxyGates | None = None,
+    gates: TierGates | None = None,
 ) -> Runner:
     pages = KVPages(share.kv_blocks, spec.kv_shapes(share.first_layer, share.last_layer))
     signatures = None

@@ -61,3 +61,17 @@ def test_a_file_of_prompts_is_answered_tier_by_tier_in_order_and_goes_on(cluster
     assert [answer["bill"].get("K") for answer in answers] == [6, None, 6, None, 6]
     again = cluster.cli("batch", file, "--out", out)
     assert again.exit_code == 2 and "exists already" in again.stderr
+
+
+def test_the_tuned_gate_serves_tiers_and_leaves_whole_requests_as_they_are(
+    cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, flags = tmp_path_factory.mktemp("linear"), ("--max-tokens", "16")
+    whole = cluster.answer(PROMPT, *flags)
+    by_neurons = cluster.answer(PROMPT, *flags, "--sub-experts", "6")
+    topology = write_topology(folder, "two_nodes", sub_experts="true", gate='"linear"')
+    with LocalCluster(topology) as tuned:
+        assert tuned.answer(PROMPT, *flags)["token_ids"] == whole["token_ids"]
+        found = tuned.answer(PROMPT, *flags, "--sub-experts", "6")
+        assert found["bill"]["K_run"] == pytest.approx(6) and found["bill"]["exact_elsewhere"] > 0
+        assert found["bill"]["dropped"] != by_neurons["bill"]["dropped"], "another gate chose"
