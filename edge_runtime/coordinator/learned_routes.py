@@ -14,10 +14,15 @@ from topology.traits import ExpertTraits
 
 
 def sizes_of(cluster: Cluster, checkpoint: Checkpoint) -> ModelFootprint:
-    """What the parts of a cluster's model take, the neurons with which homes choose among sub-experts included."""
+    """What the parts of a cluster's model take, what homes choose among sub-experts with included."""
     artifact = find_artifact(cluster, checkpoint.model_hash) if cluster.sub_experts else None
-    neurons = gate_neurons_of(artifact)
-    return footprint(checkpoint, context_tokens=cluster.context_tokens, gate_neurons=neurons)
+    is_linear = artifact is not None and cluster.gate == "linear"
+    return footprint(
+        checkpoint,
+        context_tokens=cluster.context_tokens,
+        gate_neurons=0 if is_linear else gate_neurons_of(artifact),
+        gate_rows=int(artifact.meta("partition")["num_parts"]) if is_linear and artifact is not None else 0,
+    )
 
 
 class Learned(NamedTuple):

@@ -23,12 +23,13 @@ FLOAT32_BYTES = 4
 
 
 def footprint(
-    checkpoint: Checkpoint, *, context_tokens: int | None = None, gate_neurons: int = 0
+    checkpoint: Checkpoint, *, context_tokens: int | None = None, gate_neurons: int = 0, gate_rows: int = 0
 ) -> ModelFootprint:
     """The bytes that `load_trunk`, `load_experts` and a `Decoder` of this model take.
 
     context_tokens   longest sequence; the model's own limit if not given, and ConfigError beyond it
     gate_neurons     neurons of each expert that whoever runs a layer's attention holds, to choose among sub-experts
+    gate_rows        rows of a linear gate for each expert, to the same end
     """
     spec = checkpoint.spec
     if context_tokens is not None and context_tokens > spec.context_tokens:
@@ -39,7 +40,10 @@ def footprint(
     context_tokens = context_tokens or spec.context_tokens
     gates = [layer.gate for layer in spec.layers if layer.gate is not None]
     num_columns = max((gate.top_k for gate in gates), default=0)
-    proxies = tuple(_neuron_bytes(checkpoint, layer, gate_neurons) for layer in range(spec.num_layers))
+    proxies = tuple(
+        _neuron_bytes(checkpoint, layer, gate_neurons) + _row_bytes(spec, layer, gate_rows)
+        for layer in range(spec.num_layers)
+    )
     stored = _with_neurons(_trunk_sizes(checkpoint, AS_STORED), proxies)
     kinds_of_experts = [_kinds_of_experts(checkpoint, layer) for layer in range(spec.num_layers)]
     return ModelFootprint(
@@ -114,6 +118,14 @@ def _trunk_sizes(checkpoint: Checkpoint, trunk_format: str) -> TrunkSizes:
 def _with_neurons(sizes: TrunkSizes, proxies: Sequence[int]) -> TrunkSizes:
     by_layer = (own + more for own, more in zip(sizes.layer_bytes, proxies, strict=True))
     return replace(sizes, layer_bytes=tuple(by_layer))
+
+
+def _row_bytes(spec: ModelSpec, layer: int, gate_rows: int) -> int:
+    """A linear gate of so many rows for each expert of a layer, as `LinearGates` has it."""
+    gate = spec.layers[layer].gate
+    return (
+        packed_linear_bytes(gate.num_experts * gate_rows, spec.width, "float32") if gate and gate_rows else 0
+    )
 
 
 def _neuron_bytes(checkpoint: Checkpoint, layer: int, gate_neurons: int) -> int:

@@ -8,8 +8,9 @@ from calibration.elastic_eval import perplexity, proxy_route, split_experts
 from calibration.partition import PartitionSettings
 from calibration.passes import Unfinished
 from calibration.plain_model import PlainModel, read_expert
-from calibration.prism import PrismOptions, SplitLayers, calibrate_prism
+from calibration.prism import PrismOptions, SplitLayers, calibrate_prism, write_fit
 from calibration.requests import Lengths
+from calibration.tier_losses import TierLosses
 from edge_runtime.artifacts import Artifact
 from edge_runtime.clock import SystemClock
 from edge_runtime.elastic.sub_experts import read_sub_experts
@@ -17,6 +18,7 @@ from edge_runtime.errors import ArtifactError, ConfigError, UserError
 from edge_runtime.model.checkpoint import Checkpoint
 from tests.support.calibrating import exact_model, random_requests, small_corpus, write_family
 from tests.support.clusters import MODEL
+from tests.support.families import VARIANTS, write_variant
 from topology.ids import ExpertId
 
 SMALL = PrismOptions(PartitionSettings(swaps=200), num_requests=16, lengths=Lengths(32, 16), threads=2)
@@ -69,6 +71,42 @@ def test_a_stopped_split_ends_with_the_numbers_of_one_that_was_not(tmp_path):
         second.run(unit)
     for found, expected in zip(second.fitted(), whole.fitted(), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [(family, "plain") for family in sorted(VARIANTS)]
+    + [("qwen3_moe", "layer 0 dense"), ("gpt_oss", "mxfp4")],
+)
+def test_experts_of_every_family_are_split_and_the_full_tier_is_the_model(family, variant, tmp_path):
+    folder = write_variant(family, variant, tmp_path / "model")
+    model = exact_model(folder)
+    checkpoint = model.checkpoint
+    rows = CollectRows(model, random_requests(8))
+    for unit in range(rows.num_units):
+        rows.run(unit)
+    options = PrismOptions(PartitionSettings(num_parts=2, swaps=50), gate_neurons=2)
+    splitting = SplitLayers(checkpoint, rows.rows, options)
+    for unit in range(splitting.num_units):
+        splitting.run(unit)
+    write_fit(tmp_path / "out", checkpoint, splitting.fitted(), options, model=family, requests="")
+    parts = read_sub_experts(Artifact.open(tmp_path / "out"), checkpoint.spec)
+    assert parts is not None and tuple(parts.layers) == checkpoint.spec.moe_layers
+    split, contiguous = splitting.fitted().objective.unbind(-1)
+    assert (split <= contiguous + 1e-6).all()
+    plain = PlainModel(checkpoint)
+    windows = torch.randint(3, 300, (1, 16), generator=torch.Generator().manual_seed(0))
+    full = 2 * max(layer.gate.top_k for layer in checkpoint.spec.layers if layer.gate)
+    whole = perplexity(plain, windows, None)
+    split_experts(plain, parts)
+    assert perplexity(plain, windows, proxy_route(plain, parts, full)) == pytest.approx(whole, rel=1e-4)
+    losses = TierLosses(plain, parts, torch.ones(len(parts.layers)), windows)
+    losses.run(0)
+    for name, values in losses.means().items():
+        assert (values[:, -1] == 0).all(), f"the full tier leaves out nothing: {name}"
+        assert (values.diff(dim=1) <= 1e-5).all() or name == "deviation", (
+            f"more runs, less is left out: {name}"
+        )
 
 
 def test_an_expert_that_hardly_any_row_chose_is_shown_all_rows(tmp_path):

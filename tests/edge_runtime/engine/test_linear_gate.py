@@ -14,6 +14,7 @@ from edge_runtime.engine.request import Request, SamplingParams
 from edge_runtime.errors import ArtifactError
 from edge_runtime.model.build import add_experts, empty_store, load_trunk
 from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.footprint import footprint
 from edge_runtime.node.share import gates_for
 from tests.support.clusters import MODEL
 from tests.support.decoders import all_experts
@@ -72,6 +73,11 @@ def answers(whole, tiers, gates=None, tokens=6, *, engine=None, quality="exact")
 
 def texts(ended):
     return [each.request.output_ids for each in ended]
+
+
+def test_its_rows_are_planned(plain, gates):
+    with_rows, without = footprint(plain.checkpoint, gate_rows=N), footprint(plain.checkpoint)
+    assert sum(with_rows.layer_bytes) - sum(without.layer_bytes) == gates.nbytes > 0
 
 
 def test_whole_requests_answer_as_the_plain_model_beside_others(plain, split, gates):
