@@ -14,9 +14,10 @@ from calibration.mismatch import Mismatch
 from calibration.observe import Observation
 from calibration.passes import Pass, Progress, Unfinished, run_pass
 from calibration.requests import CalibrationRequest, Lengths, cut_requests, fingerprint, refuse_too_few
-from calibration.sections import Section, loss_sections, observed_sections
+from calibration.sections import Section, loss_sections, observed_sections, together_section
 from calibration.sensitivity import Sensitivity
 from calibration.signatures_fit import write_fit
+from calibration.together import Together
 from edge_runtime.artifacts import FORMAT_VERSION, INDEX_FILE, Artifact, write_section
 from edge_runtime.clock import Clock
 from edge_runtime.errors import ArtifactError, ConfigError
@@ -136,6 +137,9 @@ def calibrate(
     sensitivity = Sensitivity(model, requests, mismatch, seed=options.seed)
     run(sensitivity)
     write(loss_sections(mismatch, sensitivity))
+    together = Together(model, requests, mismatch, sensitivity, seed=options.seed)
+    run(together)
+    write(together_section(together))
     unfinished.remove()
     return Artifact.open(out, model_hash=checkpoint.model_hash)
 

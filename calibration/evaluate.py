@@ -27,6 +27,7 @@ class Slots(NamedTuple):
     expert_ids: Tensor  # [n, K] int32, best first
     gate_weights: Tensor  # [n, K] float32
     logits: Tensor  # [n, E] float32
+    may_be_late: bool = False  # whether what the layer gives can be added behind the next one
 
 
 class Alternative:
@@ -49,7 +50,7 @@ class Alternative:
         """A step begins. requests [n] int64: those that its rows, as far as they may be changed, belong to."""
 
     def choose(self, slots: Slots) -> Choice:
-        """Expert ids [n, K] int32 and gate weights [n, K] float32 to use instead; None for none."""
+        """Expert ids [n, K] int32 and gate weights [n, K] float32 to use instead, and perhaps what is late; see Choice."""
         return None
 
     def end_step(self) -> None:
@@ -195,6 +196,7 @@ class _Tally:
                 routed.expert_ids[part],
                 routed.gate_weights[part],
                 routed.logits[part],
+                model.may_be_late(routed.layer),
             )
             if not len(slots.requests):
                 return None
@@ -203,8 +205,12 @@ class _Tally:
             if chosen is None or changes_all:
                 return chosen
             ids, weights = routed.expert_ids.clone(), routed.gate_weights.clone()
-            ids[part], weights[part] = chosen
-            return ids, weights
+            ids[part], weights[part], *late = chosen
+            if not late:
+                return ids, weights
+            is_late = torch.zeros(ids.shape, dtype=torch.bool)
+            is_late[part] = late[0]
+            return ids, weights, is_late
 
         if may_change.any():
             alternative.begin_step(requests[may_change])
@@ -217,7 +223,7 @@ class _Tally:
         total = float(slots.gate_weights.sum())
         self._weights[0] += total
         if chosen is not None:
-            ids, weights = chosen
+            ids, weights, *_ = chosen
             is_dropped = weights == 0
             is_other = (ids != slots.expert_ids) & ~is_dropped
             self._weights[1] += float(slots.gate_weights[is_other].sum())

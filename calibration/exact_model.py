@@ -23,6 +23,7 @@ from edge_runtime.model.decoder import row_numbers
 from edge_runtime.model.encoder_decoder import decoder_of, two_halves
 from edge_runtime.model.moe import ExpertPort, ExpertStore, LocalExperts
 from edge_runtime.model.spec import ModelSpec
+from kernels import ops
 from kernels.packing import KV_BLOCK_TOKENS
 from topology.ids import ExpertId
 
@@ -79,8 +80,9 @@ class Routed(NamedTuple):
     logits: Tensor  # [n, E] float32
 
 
-Choice = tuple[Tensor, Tensor] | None
-"""Expert ids [n, K] int32 and gate weights [n, K] float32 in place of the gate's; None leaves them."""
+Choice = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor] | None
+"""Expert ids [n, K] int32 and gate weights [n, K] float32 in place of the gate's; None leaves them. A third one, [n, K] bool,
+says which slots' outputs are added one layer late, behind a layer that adds its experts to the residual, as this one does."""
 Look = Callable[[Routed], Choice]
 
 
@@ -194,20 +196,49 @@ class ExactModel:
         decoder, batch, port = self.decoder, step.batch, port or self.port
         if hidden is None:
             hidden = decoder.embed(step.token_ids, batch)
+        owed: Tensor | None = None  # [T, D], what the layer before gives late
         for layer in range(first_layer, self.spec.num_layers):
             if saved is not None and layer in saved:
                 saved[layer] = hidden.clone()
             x, expert_ids, gate_weights = decoder.attention_segment(layer, hidden, batch)
+            owes: Tensor | None = None
             if expert_ids is not None and gate_weights is not None:
                 logits = decoder.gate_logits(len(x))
                 routed = Routed(layer, decoder.routed, x, expert_ids, gate_weights, logits)
                 chosen = look(routed)
                 if chosen is not None:
-                    expert_ids, gate_weights = chosen
+                    expert_ids, gate_weights, *late = chosen
+                    if late:
+                        owes = self._late_outputs(layer, x, expert_ids, gate_weights, late[0], port)
+                        gate_weights = gate_weights.masked_fill(late[0], 0.0)
             missing = decoder.moe_segment(layer, hidden, x, expert_ids, gate_weights, port)
             if missing is not None:
                 raise ConfigError(f"{self.checkpoint.folder} cannot be run: {missing.why}")
+            if owed is not None:
+                hidden.add_(owed)
+            owed = owes
         return hidden
+
+    def may_be_late(self, layer: int) -> bool:
+        """Whether what a layer's experts give can be added behind the next layer."""
+        decoder, following = self.decoder, layer + 1
+        both = (
+            decoder.adds_experts(layer)
+            and following < self.spec.num_layers
+            and decoder.adds_experts(following)
+        )
+        return both and self.spec.encoder is None
+
+    def _late_outputs(
+        self, layer: int, x: Tensor, expert_ids: Tensor, gate_weights: Tensor, late: Tensor, port: ExpertPort
+    ) -> Tensor:
+        """[T, D] the weighted sum of the slots that are late."""
+        out = torch.empty(expert_ids.numel(), x.shape[1])
+        port.run(layer, x, expert_ids, out)
+        slots = torch.arange(expert_ids.numel(), dtype=torch.int32).view(expert_ids.shape)
+        found = torch.zeros(x.shape)
+        ops.combine(out, slots, gate_weights.masked_fill(~late, 0.0), found)
+        return found
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """[n, V] float32 of some rows [n] of what `run` gave; a view that the next call overwrites."""

@@ -14,6 +14,8 @@ from calibration.observe import Observation
 from kernels import ops
 
 CHUNK_BYTES = 64 << 20
+HALF_MAX = 65504.0
+"""The artifact keeps tables of deviations as float16."""
 
 
 class Mismatch:

@@ -18,6 +18,10 @@
                  largest over the ranks that were tried;
                  response [L, R, 4] float32, for slots of meta.ranks replaced by a random expert, means of: relative
                  deviation, its square, loss in nats, rise of the text's own loss in nats
+    together     factors [2] float64, `alone` and `together` of `together.py`: what several stand-ins of a token cost, by what
+                 each layer's would cost alone; late [L] float32, nats for each squared relative deviation of a layer's
+                 output without what is added one layer late, 0 where that cannot be;
+                 response [P, 3] float64, means for each of meta.shares: squares, beyond them, loss in nats
 
 The loss that is predicted for one slot is sensitivity[l] * d with d = gate weight * mismatch[l, i, j], in nats, which is the
 relative rise in perplexity; with norm[l, i] in place of the mismatch where nothing stands in. Losses grow with the square
@@ -34,13 +38,13 @@ import torch
 from torch import Tensor
 
 from calibration.clusters import cluster_requests
-from calibration.mismatch import Mismatch
+from calibration.mismatch import HALF_MAX, Mismatch
 from calibration.observe import Observation, cosines
 from calibration.requests import CalibrationRequest
 from calibration.sensitivity import Sensitivity
+from calibration.together import SHARES, Together
 
 NUM_CLUSTERS = 8
-HALF_MAX = 65504.0
 
 Section = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -109,6 +113,21 @@ def loss_sections(mismatch: Mismatch, sensitivity: Sensitivity) -> dict[str, Sec
             },
             {"ranks": list(sensitivity.ranks), "rows": [int(rows) for rows in sensitivity.response[:, 0, 0]]},
         ),
+    }
+
+
+def together_section(together: Together) -> dict[str, Section]:
+    """The section that says what several substitutes cost at once, and late replies."""
+    means = together.response[:, 1:] / together.response[:, :1].clamp_min(1)
+    return {
+        "together": (
+            {
+                "factors": torch.tensor(together.factors, dtype=torch.float64),
+                "late": together.loss_per_late_square,
+                "response": means,
+            },
+            {"shares": list(SHARES), "rows": int(together.response[0, 0])},
+        )
     }
 
 

@@ -22,6 +22,24 @@ LOGIT_BYTES = 64 << 20
 DECODE_ROWS = 10_000
 
 
+def steps_of(
+    model: ExactModel, requests: Sequence[CalibrationRequest], decode_rows: int
+) -> list[list[CalibrationRequest]]:
+    """The first requests, as many as give so many decoding rows, by step."""
+    rows, taken = 0, 0
+    while taken < len(requests) and rows < decode_rows:
+        rows += len(requests[taken].decode_ids)
+        taken += 1
+    return model.batches(requests[:taken])
+
+
+def rows_that_answer(model: ExactModel, step: Step, draw: torch.Generator) -> Tensor:
+    """Decoding rows whose logits are compared: all, or as many as fit in memory."""
+    rows = step.is_decode.nonzero().view(-1)
+    most = max(1, LOGIT_BYTES // (4 * model.spec.vocab_size))
+    return rows[torch.randperm(len(rows), generator=draw)[:most].sort().values]
+
+
 class Sensitivity:
     """A Pass over the first requests, as many as give `decode_rows` decoding rows.
 
@@ -44,11 +62,7 @@ class Sensitivity:
         decode_rows: int = DECODE_ROWS,
     ) -> None:
         self._model, self._mismatch, self._seed = model, mismatch, seed
-        rows, taken = 0, 0
-        while taken < len(requests) and rows < decode_rows:
-            rows += len(requests[taken].decode_ids)
-            taken += 1
-        self._steps = model.batches(requests[:taken])
+        self._steps = steps_of(model, requests, decode_rows)
         self.ranks = tuple(
             sorted({model.top_k - 1, model.top_k // 2, 0} & set(range(model.top_k)), reverse=True)
         )
@@ -81,7 +95,7 @@ class Sensitivity:
         step = model.place(self._steps[unit])
         before = dict.fromkeys(model.moe_layers)  # the residual in front of each routed layer
         hidden = model.run(step, lambda routed: None, saved=before)
-        rows = self._rows_that_answer(step, draw)
+        rows = rows_that_answer(model, step, draw)
         exact = model.logits(hidden, rows).log_softmax(1)
         for index, layer in enumerate(model.moe_layers):
             for kind, rank in enumerate(self.ranks):
@@ -99,12 +113,6 @@ class Sensitivity:
                 self.response[index, kind] += swap.rows * torch.tensor(
                     [1.0, swap.deviation, swap.square, float(loss), float(text)], dtype=torch.float64
                 )
-
-    def _rows_that_answer(self, step: Step, draw: torch.Generator) -> Tensor:
-        """Decoding rows whose logits are compared: all, or as many as fit in memory."""
-        rows = step.is_decode.nonzero().view(-1)
-        most = max(1, LOGIT_BYTES // (4 * self._model.spec.vocab_size))
-        return rows[torch.randperm(len(rows), generator=draw)[:most].sort().values]
 
     def state(self) -> dict[str, Tensor]:
         """See Pass."""

@@ -16,7 +16,7 @@ from edge_runtime.errors import ArtifactError, ConfigError
 from edge_runtime.tables import table_text
 
 BAR_COLUMNS = 24
-NEEDED = ("similarity", "frequency", "sensitivity", "mismatch")
+NEEDED = ("similarity", "frequency", "sensitivity", "mismatch", "together")
 
 
 def layer_rows(artifact: Artifact) -> list[dict[str, Any]]:
@@ -47,6 +47,7 @@ _OF_LAYERS = (
     "sensitivity",
     "scale",
     "quadratic",
+    "late",
 )
 
 
@@ -85,11 +86,16 @@ def _sensitivity(tensors: dict[str, Tensor]) -> dict[str, float]:
     return {name: float(tensors[name]) for name in ("sensitivity", "quadratic", "scale") if name in tensors}
 
 
+def _together(tensors: dict[str, Tensor]) -> dict[str, float]:
+    return {"late": float(tensors["late"])}
+
+
 _ROW_OF = {
     "similarity": _similarity,
     "frequency": _frequency,
     "mismatch": _mismatch,
     "sensitivity": _sensitivity,
+    "together": _together,
 }
 
 
@@ -115,6 +121,7 @@ COLUMNS = (
     ("left_out", "left out", "{:.2f}"),
     ("sensitivity", "sensitivity", "{:.4f}"),
     ("quadratic", "quadratic", "{:.4f}"),
+    ("late", "late", "{:.4f}"),
 )
 BARS = (
     ("raw_mean", "similarity by depth: mean cosine of raw gate logits"),
@@ -125,6 +132,7 @@ BARS = (
 NOTES = (
     "mismatch: length of the difference of two experts' outputs for rows of the first, by the length of the layer's output",
     "left out: the same with nothing in place of the expert; quadratic: nats for each squared relative deviation",
+    "late: the same where the output is added one layer late; 0 where that cannot be",
 )
 
 
@@ -138,6 +146,12 @@ def artifact_text(artifact: Artifact) -> str:
             f"{len(about.get('domains', ()))} domains ({', '.join(about.get('domains', ()))}), seed {about.get('seed')}"
         )
     lines += [f"sections: {', '.join(artifact.sections)}", "", _table(rows), "", *NOTES]
+    if artifact.has("together"):
+        alone, together = artifact.tensor("together", "factors").tolist()
+        lines.append(
+            f"stand-ins in several layers of a token: {alone:.2f} times what each costs alone by these tables, and "
+            f"{together:.2f} times what they would cost beyond that if all erred the same way"
+        )
     for name, title in BARS:
         if name in rows[0]:
             lines += ["", title, *_bars([(f"layer {row['layer']}", row[name]) for row in rows])]

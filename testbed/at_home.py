@@ -4,6 +4,7 @@ that, and how long its steps would take. The selector, its ledgers and its price
 Knows the placement and the links of a topology file. Peers are never busy with others.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,8 +14,9 @@ from torch import Tensor
 from calibration.evaluate import Alternative
 from calibration.evaluate import Slots as TextSlots
 from calibration.exact_model import Choice as TextChoice
+from edge_runtime.selector.account import StepAccount
 from edge_runtime.selector.budget import Ledgers, Prices
-from edge_runtime.selector.choose import STAND_IN, Slots
+from edge_runtime.selector.choose import DEFERRED, DROPPED, EXACT, STAND_IN
 from edge_runtime.selector.home import HomeSelector
 from edge_runtime.selector.learned import Losses
 from topology.cluster import Cluster
@@ -37,8 +39,12 @@ class Tally:
     bytes: float = 0.0
     calls: int = 0
     weight: dict[str, float] = field(
-        default_factory=lambda: {"local exact": 0.0, "local substitute": 0.0, "remote": 0.0}
+        default_factory=lambda: dict.fromkeys(
+            ("local exact", "local substitute", "remote", "remote late", "dropped"), 0.0
+        )
     )
+    waits: int = 0
+    layers: int = 0
     spent: float = 0.0
 
     def share(self, way: str) -> float:
@@ -50,6 +56,7 @@ class AtHome(Alternative):
 
     policy  of the selector; "exact" never swaps
     budget  of each request; `NO_LIMIT` without a price: whatever can be served here is
+    may     what else the selector may do: of drop, defer and ahead (count what a layer's choice costs the next one)
     """
 
     token_by_token = True
@@ -67,6 +74,7 @@ class AtHome(Alternative):
         policy: str,
         budget: float,
         streams: int,
+        may: Collection[str] = ("ahead",),
     ) -> None:
         self.name = name
         self.tally = Tally()
@@ -88,18 +96,25 @@ class AtHome(Alternative):
         row_bytes = footprint.width * WIRE_ITEM_BYTES
         self._call_s = np.array([0.0, *(link.rtt_s + 2 * overhead_s for link in links)])
         self._byte_s = np.array([0.0, *(8 / link.bandwidth_bps for link in links)])
-        self._selector: HomeSelector | None = None
-        if policy != "exact":
-            self._selector = HomeSelector(
+
+        def selector() -> HomeSelector:
+            made = HomeSelector(
                 policy,
                 groups,
                 losses,
                 num_columns=footprint.top_k,
                 waits_s=self._call_s.tolist(),
                 slots_s=(self._byte_s * 2 * row_bytes).tolist(),
+                drops="drop" in may,
+                defers="defer" in may,
+                looks_ahead="ahead" in may,
             )
-            self._selector.placed(self._table)
-        start = 0.0 if self._selector is None or budget >= NO_LIMIT else self._selector.start_price()
+            made.placed(self._table)
+            return made
+
+        self._selectors: list[HomeSelector] = []  # one for each group of streams, as if each had a home
+        self._new_selector = None if policy == "exact" else selector
+        start = 0.0 if policy == "exact" or budget >= NO_LIMIT else selector().start_price()
         self._prices, self._ledgers = Prices(start), Ledgers()
         self._layers = footprint.moe_layers
         by_layer, head = trunk_seconds(footprint, self._machines.speed(home), streams)
@@ -113,57 +128,71 @@ class AtHome(Alternative):
         ]
         self._users = [str(request) for request in ids.tolist()]
         self._budgets = [self._budget] * len(ids)
-        self._left = self._ledgers.allowances(self._users, self._budgets)
-        self._price = self._prices.values(self._budgets) * (
-            2 * (1 - self._ledgers.fills(self._users, self._budgets))
-        )
-        self._spent = np.zeros(len(ids))
+        while self._new_selector is not None and len(self._selectors) < len(self._parts):
+            self._selectors.append(self._new_selector())
+        drag = self._selectors[0].drag_per_deviation if self._selectors else 0.0
+        self._account = StepAccount(self._ledgers, self._prices, self._users, self._budgets, drag)
+        for each in self._selectors:
+            each.begin_step()
         self._seconds = [self._trunk_s] * len(self._parts)
+        self._owed_at_s = [0.0] * len(self._parts)  # when what the layer before let come late is there
         self.tally.tokens += len(ids)
 
     def choose(self, slots: TextSlots) -> TextChoice:
         """See Alternative."""
         layer = self._layers[slots.layer_index]
         ids, weights = slots.expert_ids.numpy().copy(), slots.gate_weights.numpy()
-        chosen = ids.copy()
-        stood_in = np.zeros(ids.shape, dtype=bool)
+        chosen, kind = ids.copy(), np.zeros(ids.shape, dtype=np.int8)
+        logits = slots.logits.numpy()
         for part, rows in enumerate(self._parts):
-            if self._selector is not None:
-                asked = Slots(
-                    ids[rows],
-                    weights[rows],
-                    slots.logits.numpy()[rows],
-                    self._left[rows],
-                    self._price[rows],
-                )
-                choice = self._selector.choose(layer, asked)
+            if self._selectors:
+                asked = self._account.slots(ids[rows], weights[rows], logits[rows], rows)
+                choice = self._selectors[part].choose(layer, asked, may_defer=slots.may_be_late)
                 if choice is not None:
-                    chosen[rows] = choice.expert_ids
-                    stood_in[rows] = choice.kind == STAND_IN
-                    self._left[rows] = np.maximum(self._left[rows] - choice.loss, 0.0)
-                    self._spent[rows] += choice.loss
-            self._seconds[part] += self._layer_seconds(layer, chosen[rows])
+                    chosen[rows], kind[rows] = choice.expert_ids, choice.kind
+                    self._account.take(choice, rows)
+            self._pass_layer(part, layer, chosen[rows], kind[rows])
         here = self._table[layer][chosen] == 0
-        tally = self.tally.weight
-        tally["local substitute"] += float(weights[stood_in & here].sum())
-        tally["local exact"] += float(weights[here & ~stood_in].sum())
-        tally["remote"] += float(weights[~here].sum())
-        return torch.from_numpy(chosen), slots.gate_weights
+        for way, mine in (
+            ("local exact", here & (kind == EXACT)),
+            ("local substitute", kind == STAND_IN),
+            ("remote", ~here & (kind == EXACT)),
+            ("remote late", kind == DEFERRED),
+            ("dropped", kind == DROPPED),
+        ):
+            self.tally.weight[way] += float(weights[mine].sum())
+        is_dropped = torch.from_numpy(kind == DROPPED)
+        return (
+            torch.from_numpy(chosen),
+            slots.gate_weights.masked_fill(is_dropped, 0.0),
+            torch.from_numpy(kind == DEFERRED),
+        )
 
-    def _layer_seconds(self, layer: int, chosen: np.ndarray) -> float:
-        """Own experts beside the slowest of the calls; and sending each of them."""
+    def _pass_layer(self, part: int, layer: int, chosen: np.ndarray, kind: np.ndarray) -> None:
+        """Own experts beside the slowest of the calls that are waited for, and sending each; then what is owed."""
         hosts = self._table[layer][chosen]
         row_bytes = self._footprint.width * WIRE_ITEM_BYTES
-        slowest = self._compute_s(0, layer, chosen[hosts == 0])
-        called = [host for host in np.unique(hosts).tolist() if host > 0]
-        for host in called:
-            at_host = hosts == host
+        runs = kind != DROPPED
+        slowest = self._compute_s(0, layer, chosen[(hosts == 0) & runs])
+        owed_s, sent_s = 0.0, 0.0
+        for host in np.unique(hosts[runs & (hosts > 0)]).tolist():
+            at_host = (hosts == host) & runs
             moved = float(at_host.any(axis=1).sum() + at_host.sum()) * row_bytes
             self.tally.bytes += moved
             self.tally.calls += 1
-            seconds = self._call_s[host] + moved * self._byte_s[host]
-            slowest = max(slowest, float(seconds) + self._compute_s(host, layer, chosen[at_host]))
-        return slowest + len(called) * self._machines.speed(self._home).call_overhead_s
+            sent_s += self._machines.speed(self._home).call_overhead_s
+            takes = float(self._call_s[host] + moved * self._byte_s[host])
+            takes += self._compute_s(host, layer, chosen[at_host])
+            if (kind[at_host] == DEFERRED).all():
+                owed_s = max(owed_s, takes)
+            else:
+                slowest = max(slowest, takes)
+        self.tally.layers += 1
+        self.tally.waits += bool((kind[hosts > 0] == EXACT).any())
+        began = self._seconds[part]
+        done = max(began + slowest + sent_s, self._owed_at_s[part])
+        self._owed_at_s[part] = began + owed_s + sent_s if owed_s else 0.0
+        self._seconds[part] = done
 
     def _compute_s(self, host: int, layer: int, experts: np.ndarray) -> float:
         if not len(experts):
@@ -176,7 +205,8 @@ class AtHome(Alternative):
     def end_step(self) -> None:
         """See Alternative."""
         self.tally.step_s += self._seconds
-        self.tally.spent += float(self._spent.sum())
-        self._ledgers.book(self._users, self._budgets, self._spent)
+        self.tally.spent += float(self._account.spent.sum())
         if self._budget < NO_LIMIT:
-            self._prices.observe(self._budgets, self._spent)
+            self._account.book()
+        else:
+            self._ledgers.book(self._users, self._budgets, self._account.spent)

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 HERE = Path(__file__).resolve().parent
+AT_ONCE = 6  # policies that share an exact run; what is kept is kept after each such part
 
 
 @click.command(
@@ -35,16 +36,47 @@ HERE = Path(__file__).resolve().parent
 @click.option("--prompt", default=64, show_default=True, type=click.IntRange(1), help="Tokens read exactly.")
 @click.option("--decode", default=128, show_default=True, type=click.IntRange(1), help="Tokens decoded.")
 @click.option("--seed", default=1, show_default=True, help="The same documents come with the same seed.")
-@click.option("--sweep", is_flag=True, help="Also sweep budgets, memory ratios and numbers of nodes.")
+@click.option(
+    "--sweep",
+    is_flag=True,
+    help="Also sweep budgets, memory ratios and numbers of nodes. With --out, what was measured before is kept.",
+)
 @click.option("--roam", "roams", is_flag=True, help="Also let tokens roam, with and without look-ahead.")
 @click.option(
     "--daemons",
     is_flag=True,
-    help="Also measure the policies without a sweep through real daemons with shaped links, requests coming at random.",
+    help="Also measure the policies without a sweep through real daemons with shaped links, requests coming at random. With "
+    "--out, what was measured before is kept.",
 )
-@click.option("--requests", default=40, show_default=True, type=click.IntRange(1), help="With --daemons.")
 @click.option(
-    "--rate", default=4.0, show_default=True, help="With --daemons: requests that come in a second."
+    "--in-flight",
+    default=40,
+    show_default=True,
+    type=click.IntRange(1),
+    help="With --daemons: requests at once.",
+)
+@click.option(
+    "--requests", default=120, show_default=True, type=click.IntRange(1), help="With --daemons: in all."
+)
+@click.option(
+    "--rate",
+    default=40.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="With --daemons: requests that come in a second at first; then each comes so long after an answer, on average.",
+)
+@click.option(
+    "--answer",
+    default=64,
+    show_default=True,
+    type=click.IntRange(2),
+    help="With --daemons: tokens of each answer.",
+)
+@click.option(
+    "--policy",
+    "only",
+    multiple=True,
+    help="Only this one of those compared, by its name. May be given again.",
 )
 @click.option("--timing", is_flag=True, help="Also measure how long a decision takes, in processor time.")
 @click.option("--threads", default=None, type=click.IntRange(1), help="Default: all cores.")
@@ -65,8 +97,11 @@ def stand_ins(
     roams: bool,
     daemons: bool,
     timing: bool,
+    in_flight: int,
     requests: int,
     rate: float,
+    answer: int,
+    only: tuple[str, ...],
     threads: int | None,
     out: Path | None,
     as_json: bool,
@@ -79,6 +114,7 @@ def stand_ins(
     from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.model.tokenizer import Tokenizer
     from testbed import experiment
+    from testbed.kept import Kept
     from testbed.quality import validation_requests
     from topology.files import read_cluster
     from topology.units import parse_duration, parse_rate
@@ -89,6 +125,11 @@ def stand_ins(
         links = {"rtt_s": parse_duration(rtt), "bandwidth_bps": parse_rate(bandwidth)}
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
+    compared = [policy for policy in experiment.COMPARED if not only or policy.name in only]
+    unknown = set(only) - {policy.name for policy in experiment.COMPARED}
+    if unknown:
+        names = "; ".join(policy.name for policy in experiment.COMPARED)
+        raise click.BadParameter(f"{', '.join(sorted(unknown))} is not compared; found are: {names}")
     use_threads(threads)
     cluster = read_cluster(topology)
     results: dict[str, list[dict[str, Any]]] = {}
@@ -102,9 +143,18 @@ def stand_ins(
             decode_tokens=decode,
             seed=seed,
         )
-        policies = [*experiment.COMPARED, *(experiment.swept() if sweep else ())]
+        policies = [*compared, *(experiment.swept() if sweep else ())]
+        at = (str(folder), documents, prompt, decode, seed, streams, home, links, topology.read_text("utf-8"))
+        kept = Kept(None if out is None else out / "kept-home", *at)
+        found = {policy.name: kept.get(policy.name, policy.settings) for policy in policies}
+        missing = [policy for policy in policies if found[policy.name] is None]
         with shown_progress() as progress:
-            results["home"] = hub.run(policies, texts, domains, progress)
+            for first in range(0, len(missing), AT_ONCE):
+                part = missing[first : first + AT_ONCE]
+                for policy, row in zip(part, hub.run(part, texts, domains, progress), strict=True):
+                    kept.put(policy.name, row, policy.settings)
+                    found[policy.name] = row
+        results["home"] = [row for row in found.values() if row is not None]
     if roams:
         traits, losses = experiment.learned(cluster, Checkpoint.open(cluster.model).model_hash)
         results["roam"] = experiment.roam(traits, losses)
@@ -117,27 +167,31 @@ def stand_ins(
         results["timing"] = decision_times(losses, top_k=top_k)
     if daemons:
         from edge_runtime.clock import SystemClock
-        from testbed.through_daemons import through_daemons
+        from testbed.through_daemons import Arrivals, through_daemons, with_quality
 
         lines = (HERE / "prompts" / "domains.jsonl").read_text(encoding="utf-8").splitlines()
         with shown_progress() as progress:
-            results["daemons"] = through_daemons(
+            measured = through_daemons(
                 topology,
-                [policy for policy in experiment.COMPARED if policy.budget <= 1],
+                compared,
                 [json.loads(line)["prompt"] for line in lines],
                 SystemClock(),
+                Arrivals(in_flight, requests, rate, answer, seed),
                 rtt=rtt,
                 bandwidth=bandwidth,
-                num_requests=requests,
-                rate_per_s=rate,
-                max_tokens=decode,
-                seed=seed,
+                kept=None if out is None else out / "kept",
                 progress=progress,
             )
+        results["daemons"] = with_quality(measured, results.get("home", ()))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         for name, rows in results.items():
             (out / f"{name}.csv").write_text(experiment.as_csv(rows))
+        if "daemons" in results:
+            from testbed.through_daemons import as_markdown
+
+            (out / "daemons.md").write_text(as_markdown(results["daemons"]), encoding="utf-8")
+            experiment.draw_bars(results["daemons"], out / "daemons.png")
         if "home" in results and not experiment.draw(results["home"], out / "home.png"):
             click.echo("no picture: matplotlib is not installed", err=True)
     if as_json:

@@ -34,7 +34,7 @@ COLUMNS = (
     "changed %",
     "dropped %",
 )
-NOTED = ("budget", "spent", "exact_here", "exact_elsewhere", "substituted", "calls_per_layer")
+NOTED = ("budget", "spent", "exact_here", "exact_elsewhere", "substituted", "deferred", "waits_per_layer")
 
 Select = Callable[[str, str | float], Alternative]
 """A policy of the selector and a quality, as requests give it, to an alternative."""
@@ -73,12 +73,14 @@ def alternative(name: str, artifact: Artifact | None, select: Select) -> Alterna
     rule, _, count = name.partition(":")
     if name == "exact":
         return Alternative()
-    if rule in POLICIES and rule != "exact":
+    base, *may = rule.split("+")
+    if base in POLICIES and base != "exact" and set(may) <= {"drop", "defer"}:
         return select(rule, _number(count) if count else "balanced")
     if rule not in RULES or (count and not (count.isdigit() and int(count) > 0)):
         raise ConfigError(
             f"policy {name!r} is not known; known are exact, {', '.join(RULES)} with the number of slots they replace, as "
-            f"in next:1, and paper and live with a quality, as in live:balanced or live:0.01"
+            f"in next:1, and paper and live, perhaps with +drop and +defer, with a quality, as in live:balanced or "
+            f"live+defer:0.01"
         )
     section = {"similar": "similarity", "least": "mismatch"}.get(rule)
     if section is None:

@@ -16,7 +16,9 @@ from topology.traits import ExpertTraits, Floats
 
 REFRESH_S = 0.05
 HALF_LIFE_S = 1.0  # of what is known of a queue
+UPLOAD, HOME_S = 20, (0.0005, 0.004)  # by how much a line gives out less than it takes in, and its delay
 NUM_SITES, NEAR_S, FAR_S = 3, (0.0002, 0.001), (0.005, 0.02)  # machines of one site, and of different ones
+WHATEVER = 1e9
 TYPICAL_WEIGHT = 0.25  # of the gate
 BYTES_OF_ROW = 8192  # a Mixtral row in bfloat16: what travels
 
@@ -39,12 +41,18 @@ class Servers:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a token chooses. depth 0: the exact expert at the nearest server, whatever waits there."""
+    """How a token chooses, and where experts are.
+
+    depth   of the look-ahead; 0: the exact expert at the nearest server, whatever waits there
+    budget  mean relative loss of a token; `WHATEVER`: a stand-in that is where the token is, whatever it costs
+    """
 
     name: str
     depth: int
     budget: float
     stays: bool = True
+    placement: str = "similarity"
+    ratio: float = 2.0
 
 
 @dataclass
@@ -58,19 +66,35 @@ class Walk:
     layers: int = 0
 
 
-def uneven_servers(traits: ExpertTraits, num_servers: int, ratio: float, seed: int) -> Servers:
+def uneven_servers(
+    traits: ExpertTraits,
+    num_servers: int,
+    ratio: float,
+    seed: int,
+    *,
+    placement: str = "similarity",
+    lines: str = "sites",
+) -> Servers:
     """Servers with rooms, speeds, delays and rates apart by a factor of 4 to 10, each expert somewhere.
 
-    Places are given by what a server's share of the popular and its similarity groups call for, as in `similarity`.
+    placement  similarity: places are given by what a server's share of the popular and its similarity groups call for, as in
+               the rule of that name; popularity: the popular first, whatever their groups; random
+    lines      sites: machines of three sites, near each other or far. homes: most servers are behind lines that take in twenty
+               times as fast as they give out, so that a token gets there sooner than away
     """
     draw = np.random.default_rng(seed)
     M, E = traits.frequency.shape
     room = draw.uniform(1, 4, num_servers)
+    # What is drawn next is drawn whatever the placement, so that all placements meet the same links.
+    delay, rate = (_sites if lines == "sites" else _homes)(draw, num_servers)
+    speeds = draw.uniform(0.0001, 0.0008, num_servers)
     holds = np.zeros((M, num_servers, E), dtype=bool)
     for row in range(M):
         slots = np.maximum(1, np.round(room / room.sum() * ratio * E)).astype(int)
         groups = traits.groups.group_of[row]
-        order = np.argsort(-traits.frequency[row])
+        if placement != "similarity":
+            groups = np.arange(E)
+        order = np.argsort(-traits.frequency[row]) if placement != "random" else draw.permutation(E)
         for turn in range(int(np.ceil(ratio)) + 1):
             for expert in order.tolist():
                 if turn and holds[row].sum() >= ratio * E:
@@ -80,16 +104,29 @@ def uneven_servers(traits: ExpertTraits, num_servers: int, ratio: float, seed: i
                 if not able:
                     able = [] if holds[row, :, expert].any() else [int(np.argmax(room))]
                 if able:
-                    server = min(able, key=lambda s: (in_group[s], -slots[s] / room[s], s))
+                    luck = draw.random(num_servers) if placement == "random" else np.zeros(num_servers)
+                    server = min(able, key=lambda s: (in_group[s], luck[s], -slots[s] / room[s], s))
                     holds[row, server, expert] = True
                     slots[server] -= 1
+    return Servers(delay, rate, speeds, holds)
+
+
+def _sites(draw: np.random.Generator, num_servers: int) -> tuple[Floats, Floats]:
     site = np.arange(num_servers) % NUM_SITES
     near, far = draw.uniform(*NEAR_S, (num_servers,) * 2), draw.uniform(*FAR_S, (num_servers,) * 2)
     delay = np.where(site[:, None] == site[None, :], near, far)
-    delay = (delay + delay.T) / 2
     rate = draw.uniform(1e8, 1e9, (num_servers, num_servers))
-    rate = np.minimum(rate, rate.T)
-    return Servers(delay, rate, draw.uniform(0.0001, 0.0008, num_servers), holds)
+    return (delay + delay.T) / 2, np.minimum(rate, rate.T)
+
+
+def _homes(draw: np.random.Generator, num_servers: int) -> tuple[Floats, Floats]:
+    down = draw.uniform(5e7, 3e8, num_servers)
+    up = down / UPLOAD
+    is_central = np.arange(num_servers) % NUM_SITES == 0
+    up[is_central] = down[is_central] = 1e9
+    one_way = draw.uniform(*HOME_S, num_servers)
+    one_way[is_central] /= 4
+    return one_way[:, None] + one_way[None, :], np.minimum(up[:, None], down[None, :])
 
 
 def walk(
@@ -113,7 +150,7 @@ def walk(
     queue_s, met_s = np.zeros(S), np.zeros(S)
     waits = servers.travel[~np.eye(S, dtype=bool)]
     finite = best[np.isfinite(best) & (best > 0)]
-    if rule.budget > 0 and len(finite):
+    if 0 < rule.budget < WHATEVER and len(finite):
         price = float(np.median(waits) / np.median(finite))
     road = Road(servers.travel, servers.seconds_per_row, allowed, losses.transitions, rule.stays)
     future = np.zeros((M, S, E))
@@ -161,7 +198,7 @@ def walk(
             heappush(ready, (back, token, layer + 1, place, int(chains[token, layer + 1]), born))
         else:
             found.seconds.append(back - born)
-        if rule.budget > 0 and layer + 1 == M:
+        if 0 < rule.budget < WHATEVER and layer + 1 == M:
             price *= 1 + 0.001 * (ledger.spent / max(ledger.earned, 1e-12) - 1)
     return found
 

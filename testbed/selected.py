@@ -18,6 +18,7 @@ from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.footprint import footprint
 from edge_runtime.node.share import Learned, num_experts, selector_for
 from edge_runtime.selector import choose
+from edge_runtime.selector.account import StepAccount
 from edge_runtime.selector.budget import Ledgers, Prices, budget_of
 from edge_runtime.selector.home import HomeSelector
 from edge_runtime.selector.learned import read_losses, read_traits
@@ -27,6 +28,7 @@ from topology.placement import plan_placement
 from topology.speeds import LinkSpeed
 
 HERE = 0
+OTHERWISE = (choose.STAND_IN, choose.DROPPED, choose.DEFERRED)
 
 
 class Home(NamedTuple):
@@ -92,7 +94,7 @@ def plan_home(
 class Selected(Alternative):
     """A policy of the selector with a budget, each request a user of its own.
 
-    policy    exact, paper or live
+    policy    exact, paper or live; with +drop and +defer, what else it may do
     quality   a word or a number, as requests give it
     """
 
@@ -100,11 +102,14 @@ class Selected(Alternative):
 
     def __init__(self, policy: str, quality: str | float, home: Home, checkpoint: Checkpoint) -> None:
         self.name = f"{policy}:{quality}"
+        rule, *may = policy.split("+")
         try:
             self._budget = budget_of(quality)
         except ValueError as error:
             raise ConfigError(f"policy {self.name}: the quality must be {error}") from None
-        selector = selector_for(policy, checkpoint.spec, home.learned, home.peers)
+        selector = selector_for(
+            rule, checkpoint.spec, home.learned, home.peers, drops="drop" in may, defers="defer" in may
+        )
         if selector is None:
             raise ConfigError(
                 f"home {home.name} holds every expert, so nothing is to be selected; give a smaller one"
@@ -113,52 +118,53 @@ class Selected(Alternative):
         self._selector: HomeSelector = selector
         self._host_of, self._layers = home.host_of, checkpoint.spec.moe_layers
         self._ledgers, self._prices = Ledgers(), Prices(selector.start_price())
-        self._served = np.zeros(4)  # gate weight: exact here, exact elsewhere, stood in for, dropped
-        self._spent_in_all, self._rows, self._calls, self._steps = 0.0, 0, 0, 0
+        self._served = np.zeros(5)  # gate weight: exact here, exact elsewhere, stood in for, dropped, late
+        self._spent_in_all, self._rows, self._calls, self._waits, self._steps = 0.0, 0, 0, 0, 0
 
     def begin_step(self, requests: Tensor) -> None:
         """See Alternative."""
         self._users = [str(request) for request in requests.tolist()]
         self._budgets = [self._budget] * len(self._users)
-        self._left = self._ledgers.allowances(self._users, self._budgets)
-        self._price = self._prices.values(self._budgets)
-        self._spent = np.zeros(len(self._users))
+        self._selector.begin_step()
+        self._account = StepAccount(
+            self._ledgers, self._prices, self._users, self._budgets, self._selector.drag_per_deviation
+        )
 
     def choose(self, slots: Slots) -> Choice:
         """See Alternative."""
         layer = self._layers[slots.layer_index]
         ids, weights = slots.expert_ids.numpy(), slots.gate_weights.numpy()
         found = self._selector.choose(
-            layer, choose.Slots(ids, weights, slots.logits.numpy(), self._left, self._price)
+            layer, self._account.slots(ids, weights, slots.logits.numpy()), may_defer=slots.may_be_late
         )
         kind = np.zeros(ids.shape, dtype=np.int8) if found is None else found.kind
         is_away = self._host_of[layer][ids] != HERE
         is_exact = kind == choose.EXACT
-        for index, mine in enumerate(
-            (is_exact & ~is_away, is_exact & is_away, kind == choose.STAND_IN, kind == choose.DROPPED)
-        ):
+        ways = (is_exact & ~is_away, is_exact & is_away)
+        for index, mine in enumerate((*ways, *(kind == other for other in OTHERWISE))):
             self._served[index] += float(weights[mine].sum())
         self._calls += len(np.unique(self._host_of[layer][ids][is_exact & is_away]))
+        self._waits += bool((is_exact & is_away).any())
         if found is None:
             return None
-        self._spent += found.loss
-        self._left = np.maximum(self._left - found.loss, 0.0)
-        dropped = torch.from_numpy(found.kind == choose.DROPPED)
-        return torch.from_numpy(found.expert_ids), slots.gate_weights.masked_fill(dropped, 0.0)
+        self._account.take(found)
+        dropped = torch.from_numpy(kind == choose.DROPPED)
+        late = torch.from_numpy(kind == choose.DEFERRED)
+        weights_left = slots.gate_weights.masked_fill(dropped, 0.0)
+        if not late.any():
+            return torch.from_numpy(found.expert_ids), weights_left
+        return torch.from_numpy(found.expert_ids), weights_left, late
 
     def end_step(self) -> None:
         """See Alternative."""
-        self._ledgers.book(self._users, self._budgets, self._spent)
-        if self._budget > 0:
-            self._prices.observe(self._budgets, self._spent)
-        self._spent_in_all += float(self._spent.sum())
+        self._spent_in_all += float(self._account.book().sum())
         self._rows += len(self._users)
         self._steps += 1
 
     def notes(self) -> dict[str, float]:
         """See Alternative: gate weight by where it was served, mean spending of a token, peers called in a step's layer."""
         total = max(float(self._served.sum()), 1e-30)
-        here, elsewhere, stood_in, dropped = (float(weight) / total for weight in self._served)
+        here, elsewhere, stood_in, dropped, late = (float(weight) / total for weight in self._served)
         return {
             "budget": self._budget,
             "spent": self._spent_in_all / max(self._rows, 1),
@@ -166,6 +172,8 @@ class Selected(Alternative):
             "exact_elsewhere": elsewhere,
             "substituted": stood_in,
             "dropped_weight": dropped,
+            "deferred": late,
+            "waits_per_layer": self._waits / max(self._steps * len(self._layers), 1),
             "calls_per_layer": self._calls / max(self._steps * len(self._layers), 1),
         }
 

@@ -30,16 +30,21 @@ def decision_times(
     rows = []
     for batch in batches:
         cases = [_slots(draw, batch, E, top_k) for _ in range(CASES)]
-        for policy in ("paper", "live"):
+        late = NO_OPTIONS._replace(late=np.full(E, 0.02))
+        for name, policy, options in (
+            ("paper", "paper", NO_OPTIONS),
+            ("live", "live", NO_OPTIONS),
+            ("live, late replies", "live", late),
+        ):
             times = []
             for _ in range(REPEATS):
                 began = process_time()
                 for slots in cases:
-                    POLICIES[policy](view, peers, slots, NO_OPTIONS)
+                    POLICIES[policy](view, peers, slots, options)
                 times.append((process_time() - began) / CASES * 1e6)
             rows.append(
                 {
-                    "policy": policy,
+                    "policy": name,
                     "experts": E,
                     "top_k": top_k,
                     "batch": batch,
@@ -54,5 +59,6 @@ def decision_times(
 def _slots(draw: np.random.Generator, batch: int, num_experts: int, top_k: int) -> Slots:
     logits = draw.normal(size=(batch, num_experts)).astype(np.float32)
     ids = np.argsort(-logits, axis=1)[:, :top_k].astype(np.int32)
+    drag = draw.uniform(0, 0.05, batch)
     weights = -np.sort(-draw.dirichlet(np.ones(top_k), batch), axis=1)
-    return Slots(ids, weights.astype(np.float32), logits, np.full(batch, 0.1), np.full(batch, 0.5))
+    return Slots(ids, weights.astype(np.float32), logits, np.full(batch, 0.1), np.full(batch, 0.5), drag)

@@ -166,6 +166,12 @@ class Cluster:
     """Of `PLACEMENTS`: what decides which expert is where."""
     selector: str = "live"
     """Of `SELECTORS`: by what rule requests with a quality budget get along without an expert that is elsewhere."""
+    drop: bool = False
+    """The selector may leave out an expert that is elsewhere, where that loses less than a stand-in."""
+    defer: bool = False
+    """The selector may let what experts elsewhere give be added one layer late."""
+    look_ahead: bool = True
+    """It counts then that the next layer has to wait."""
     calibration: str | None = None
     """Folder of the calibration artifact; None for the one in the model's folder, if there is one."""
     sub_experts: bool = False

@@ -478,8 +478,10 @@ class CoordinatorDaemon:
     def _why_not(self, submit: Submit) -> Refused | None:
         if not submit.request_id:
             return Refused("request", "a request needs an id")
-        if submit.output_ids:
-            detail = "output_ids are for a request that moves from home to home; a client gives none"
+        if submit.output_ids or submit.ledger:
+            detail = (
+                "output_ids and ledger are for a request that moves from home to home; a client gives none"
+            )
             return Refused("request", detail, None, submit.request_id)
         if submit.request_id in self._streams:
             return Refused("request", f"request id {submit.request_id} is in use", None, submit.request_id)
@@ -615,7 +617,9 @@ class CoordinatorDaemon:
             tier = self._routes.tier_of(stream.submit)
             home = self._choose_home(but, stream, tier) if stream.moves <= MAX_MOVES else None
             if home is not None:
-                resumed = msgspec.structs.replace(stream.submit, output_ids=list(stream.token_ids))
+                resumed = msgspec.structs.replace(
+                    stream.submit, output_ids=list(stream.token_ids), ledger=list(stream.ledger)
+                )
                 if self._send_to(home, resumed, handoff=self._handoff_of(stream)) is None:
                     log.info(
                         "request %s goes on at %s after %d tokens", request_id, home, len(stream.token_ids)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from edge_runtime.protocol import (
@@ -65,6 +66,7 @@ class Stream:
     homeless_s  since when it has none; lost_node, why: which it was, what happened
     is_aborted  its client wants no more of it
     lost       of one whose client has still to come back: what the client may lack. None once it has
+    ledger     of its quality budget, as its home said last: for the next home
     """
 
     submit: Submit
@@ -85,6 +87,7 @@ class Stream:
     ahead: str = ""
     num_ahead: int = 0
     lost: "Lost | None" = None
+    ledger: list[float] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:
@@ -150,11 +153,12 @@ class Streams:
     def adopt(self, message: StillRunning, node: str, now: float) -> None:
         """A request runs at `node`, or has ended there, under a coordinator that is gone. Its id must be new."""
         fields = {name: getattr(message, name) for name in Submit.__struct_fields__}
-        submit = Submit(**(fields | {"output_ids": []}))
+        submit = Submit(**(fields | {"output_ids": [], "ledger": []}))
         lost = Lost(now, message.text, list(message.logprobs or ()), message.ended)
         assert submit.request_id not in self._streams, f"request {submit.request_id} is already running"
         home = node if message.ended is None else ""
         stream = Stream(submit, b"", home, Window(0), token_ids=list(message.output_ids), lost=lost)
+        stream.ledger = list(message.ledger)
         self._streams[submit.request_id] = stream
         if home:
             self._in_flight[home, "decode"] += 1
@@ -263,6 +267,8 @@ class Streams:
             return []
         stream.token_ids += message.token_ids
         stream.moves = 0  # whoever answers it is not ended by it
+        if message.ledger:  # between homes, and nothing to clients
+            stream.ledger, message = message.ledger, msgspec.structs.replace(message, ledger=[])
         if stream.lost is not None:
             stream.lost.text += message.text
             stream.lost.logprobs += message.logprobs or ()

@@ -16,24 +16,27 @@ from torch import Tensor
 
 from edge_runtime.engine.plan import StepPlan
 from edge_runtime.engine.request import Request
+from edge_runtime.selector.account import StepAccount
 from edge_runtime.selector.budget import Ledgers, Prices
-from edge_runtime.selector.choose import DROPPED, EXACT, STAND_IN, Choice, Slots
+from edge_runtime.selector.choose import DEFERRED, DROPPED, EXACT, STAND_IN, Choice, Slots
 
-Choose = Callable[[int, Slots], Choice | None]
+Choose = Callable[[int, Slots, bool], Choice | None]
 MOST_USERS = 4096  # ledgers that are kept of users who have no request here; the oldest goes first
 FIRST_RESERVE = 1e9  # more than anybody has
-WAYS = ("exact_here", "exact_elsewhere", "substituted", "dropped")
+WAYS = ("exact_here", "exact_elsewhere", "substituted", "deferred", "dropped")
+NOT_EXACT = (STAND_IN, DEFERRED, DROPPED)
 
 
 @dataclass
 class Spending:
-    """What one request had of stand-ins so far: gate weight served by them, dropped, and the loss spent on it.
+    """What one request had of stand-ins so far: gate weight served by them, late, dropped, and the loss spent on it.
 
     last_dropped  loss of the last token by slices that its tier left out
     trace  layer -> gate weight by `WAYS`, of a request that asked for it
     """
 
     substituted: float = 0.0
+    deferred: float = 0.0
     dropped: float = 0.0
     spent: float = 0.0
     last_dropped: float | None = None
@@ -43,9 +46,11 @@ class Spending:
 class QualityBooks:
     """Ledgers, prices and spendings of the requests that one engine answers. One thread.
 
-    choose       which slots of a layer use a stand-in, within what their rows may spend; None: all are exact
+    choose       which slots of a layer use a stand-in, within what their rows may spend; None: all are exact. The bool says
+                 whether replies of the layer may be added one layer late
     start_price  see `Prices`; asked when a budget is first used
     take_late    what was swapped after all in the layer just run, since replies were late
+    drag         loss for each unit of deviation, and each unit that a row deviated in the layers before; see `Losses`
     """
 
     def __init__(
@@ -53,11 +58,12 @@ class QualityBooks:
         choose: Choose,
         start_price: Callable[[], float],
         take_late: Callable[[], Choice | None] = lambda: None,
+        drag: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.ledgers = Ledgers()
         self.is_open = False
         self.is_traced = False
-        self._choose, self._start_price, self._take_late = choose, start_price, take_late
+        self._choose, self._start_price, self._take_late, self._drag = choose, start_price, take_late, drag
         self._prices: Prices | None = None
         self._by_request: dict[str, Spending] = {}
         self._open: Counter[str] = Counter()  # named user -> requests that have spendings here
@@ -81,43 +87,47 @@ class QualityBooks:
                 and piece.start >= len(request.prompt_ids)
             ):
                 self._users[row], self._budgets[row] = user_of(request), request.budget
+                self._spending(request)
             row += piece.count
         if self._prices is None:
             self._prices = Prices(self._start_price())
-        self._left = self.ledgers.allowances(self._users, self._budgets)
-        # Around the price, by how full a bucket is: a full one loses what it earns, so there spending costs nothing.
-        self._price = self._prices.values(self._budgets) * (
-            2 * (1 - self.ledgers.fills(self._users, self._budgets))
-        )
-        self._spent = np.zeros(plan.num_rows)
+        self._account = StepAccount(self.ledgers, self._prices, self._users, self._budgets, self._drag())
         self._dropped_loss = np.zeros(plan.num_rows)
         self._left_out: NDArray[np.float32] | None = None
         self._layers_left = self._all_layers = 0
         self._reserved = np.array([self._reserve_of(slices[index].request) for index in self._slice_of])
-        self._weights = np.zeros((2, plan.num_rows))  # substituted, dropped
-        self._layers: list[tuple[int, NDArray[np.float64]]] = []  # layer, [T, 4] gate weight by WAYS
-        self.is_open = bool(self._left.any())
+        self._weights = np.zeros((len(NOT_EXACT), plan.num_rows))
+        self._layers: list[tuple[int, NDArray[np.float64]]] = []  # layer, [T, W] gate weight by WAYS
+        self.is_open = bool(self._account.left.any())
 
     def stand_in(
-        self, layer: int, expert_ids: Tensor, gate_weights: Tensor, gate_logits: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        layer: int,
+        expert_ids: Tensor,
+        gate_weights: Tensor,
+        gate_logits: Tensor,
+        may_defer: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ask for the choice of one layer: what is to be computed in place of what the gate chose, and its weights.
 
-        The tensors that are given are left as they are; where nothing changes they are what is returned.
+        The tensors that are given are left as they are; where nothing changes they are what is returned. The third is
+        [T, K] bool, the slots whose outputs are added one layer late; None if none is.
         """
         weights = gate_weights.numpy()
-        allowed = self._left
+        slots = self._account.slots(expert_ids.numpy(), weights, gate_logits.numpy())
         if self._reserved.any():  # what leaving out slices is going to cost goes first
-            allowed = np.maximum(0.0, allowed - self._reserved * self._layers_left / self._all_layers)
-        slots = Slots(expert_ids.numpy(), weights, gate_logits.numpy(), allowed, self._price)
-        choice = self._choose(layer, slots)
+            kept = self._reserved * self._layers_left / self._all_layers
+            slots = slots._replace(allowance=np.maximum(0.0, slots.allowance - kept))
+        choice = self._choose(layer, slots, may_defer)
         self._kind, self._shares = (None if choice is None else choice.kind), weights
         if choice is None:
-            return expert_ids, gate_weights
+            return expert_ids, gate_weights, None
         self._take(choice, weights)
         if (choice.kind == DROPPED).any():
             gate_weights = gate_weights.masked_fill(torch.from_numpy(choice.kind == DROPPED), 0.0)
-        return torch.from_numpy(choice.expert_ids), gate_weights
+        is_late = choice.kind == DEFERRED
+        late = torch.from_numpy(is_late) if is_late.any() else None
+        return torch.from_numpy(choice.expert_ids), gate_weights, late
 
     def begin_layer(self, layers_left: int) -> None:
         """A routed layer begins; so many are left, this one included."""
@@ -133,16 +143,15 @@ class QualityBooks:
         """
         if not self.is_open:
             return None
-        return np.where(np.array(self._budgets) > 0, self._left / self._layers_left, np.inf)
+        return np.where(np.array(self._budgets) > 0, self._account.left / self._layers_left, np.inf)
 
     def leave_out(self, share: NDArray[np.float32], loss: NDArray[np.float64]) -> None:
         """Rows leave out [T] of their gate weight in this layer, and pay for it if they have a budget."""
         self._left_out = share
         if self.is_open:
             paid = np.where(np.array(self._budgets) > 0, loss, 0.0)
-            self._spent += paid
+            self._account.pay(paid)
             self._dropped_loss += paid
-            self._left = np.maximum(self._left - paid, 0.0)
 
     def _reserve_of(self, request: Request) -> float:
         """What a token of a request is expected to lose by its tier: as the last one did. The first may use no stand-in."""
@@ -159,9 +168,8 @@ class QualityBooks:
             self._kind = late.kind if self._kind is None else np.maximum(self._kind, late.kind)
 
     def _take(self, choice: Choice, weights: NDArray[np.float32]) -> None:
-        self._spent += choice.loss
-        self._left = np.maximum(self._left - choice.loss, 0.0)
-        for at, kind in enumerate((STAND_IN, DROPPED)):
+        self._account.take(choice)
+        for at, kind in enumerate(NOT_EXACT):
             self._weights[at] += np.where(choice.kind == kind, weights, 0.0).sum(axis=1)
 
     def trace(self, layer: int, hosts: NDArray[np.int32] | None, gate_weights: Tensor) -> None:
@@ -172,8 +180,7 @@ class QualityBooks:
         ways = (
             (kind == EXACT) & (served == 0),
             (kind == EXACT) & (served > 0),
-            kind == STAND_IN,
-            kind == DROPPED,
+            *(kind == other for other in NOT_EXACT),
         )
         table = np.stack([(weights * way).sum(axis=1) for way in ways], axis=1)
         if self._left_out is not None:  # of what ran in whatever way, as much less as was left out
@@ -188,15 +195,16 @@ class QualityBooks:
             self._book_traces(plan)
         if not self.is_open:
             return
-        assert self._prices is not None
-        self.ledgers.book(self._users, self._budgets, self._spent)
-        self._prices.observe(self._budgets, self._spent)
+        spent = self._account.book()
         for row in np.flatnonzero(np.array(self._budgets)).tolist():
-            spending = self._spending(plan.slices[self._slice_of[row]].request)
+            request = plan.slices[self._slice_of[row]].request
+            spending = self._spending(request)
             spending.substituted += float(self._weights[0, row])
-            spending.dropped += float(self._weights[1, row])
-            spending.spent += float(self._spent[row])
+            spending.deferred += float(self._weights[1, row])
+            spending.dropped += float(self._weights[2, row])
+            spending.spent += float(spent[row])
             spending.last_dropped = float(self._dropped_loss[row])
+            request.ledger = (0.0 if request.user else self.ledgers.left(user_of(request)), spending.spent)
 
     def _book_traces(self, plan: StepPlan) -> None:
         for index, piece in enumerate(plan.slices):
@@ -209,8 +217,11 @@ class QualityBooks:
     def _spending(self, request: Request) -> Spending:
         found = self._by_request.get(request.request_id)
         if found is None:
-            found = self._by_request[request.request_id] = Spending()
+            credit, spent = request.ledger  # of its home before, which is gone
+            found = self._by_request[request.request_id] = Spending(spent=spent)
             self._open[user_of(request)] += 1
+            if credit and not request.user:
+                self.ledgers.carry(user_of(request), credit, request.budget)
         return found
 
     def close(
@@ -236,9 +247,10 @@ class QualityBooks:
         total = weight + spending.dropped
         if total > 0:
             shares = {key: bill[key] * weight / total for key in ("exact_here", "exact_elsewhere")}
-            stood_in = spending.substituted / total
-            bill = bill | shares | {"substituted": stood_in, "dropped": spending.dropped / total}
+            stood_in, late = spending.substituted / total, spending.deferred / total
+            bill = bill | {"substituted": stood_in, "deferred": late, "dropped": spending.dropped / total}
             bill["exact_here"] = max(0.0, shares["exact_here"] - stood_in)
+            bill["exact_elsewhere"] = max(0.0, shares["exact_elsewhere"] - late)
         bill = bill | {"budget_spent": spending.spent, "budget_left": left}
         return bill, spending.trace if request.trace else {}
 

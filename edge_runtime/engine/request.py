@@ -210,6 +210,7 @@ class Request:
     exactness     how its KV is computed; whoever asks for more never finds its blocks. None for `exactness_of`
     user          whose ledger it spends from; empty for one of its own
     trace         whether its bill tells of each layer
+    ledger        what its own ledger holds, and what it has spent so far: of one that moves here, as its last home said
 
     A request that moves here from another engine comes with the `output_ids` it has so far.
     `arrival_s` is a moment on the clock whose `now` the scheduler gets.
@@ -232,6 +233,7 @@ class Request:
         "first_token_s",
         "in_flight",
         "is_handed_on",
+        "ledger",
         "num_cached",
         "num_computed",
         "num_preemptions",
@@ -269,6 +271,7 @@ class Request:
         trace: bool = False,
         tier: int = 0,
         is_handed_on: bool = False,
+        ledger: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = list(prompt_ids)
@@ -279,6 +282,7 @@ class Request:
         self.exactness = exactness_of(params, tier) if exactness is None else exactness
         self.user = user
         self.trace = trace
+        self.ledger = ledger
         self.output_ids = list(output_ids)
         self.encoder_tokens = encoder_tokens
         self.encoder_blocks = blocks_for(encoder_tokens)

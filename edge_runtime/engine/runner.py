@@ -27,7 +27,8 @@ from edge_runtime.engine.request_table import RequestTable, StepRows
 from edge_runtime.model.attention import AttentionBatch
 from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.encoder_decoder import two_halves
-from edge_runtime.model.moe import ExpertPort
+from edge_runtime.model.moe import ExpertPort, Missing, Owed, joined
+from kernels import ops
 
 
 class HostedExperts(ExpertPort, Protocol):
@@ -40,6 +41,9 @@ class HostedExperts(ExpertPort, Protocol):
 
     def begin_step(self) -> None:
         """Called before the first layer of a step."""
+
+    def take_owed(self) -> Owed | None:
+        """What the layer before the one just run let come late, waited for now; None if nothing."""
 
     def may_be_replaced(self) -> bool:
         """Whether what is missing now may have a host soon: the step is better tried again than failed."""
@@ -257,9 +261,11 @@ class Runner:
             stands_in = stands_in and not self.gates.chooses_experts
         local_layers, num_slots = 0, 0
         is_looked_at = times.steps % LOOK_EVERY == 0 and len(rows.positions) == num_slices
+        late_weights: Tensor | None = None
         for layer in range(self.first_layer, self.last_layer):
             began = now()
             x, expert_ids, gate_weights = self.decoder.attention_segment(layer, hidden, batch)
+            late: Tensor | None = None
             attended = now()
             if books is not None and expert_ids is not None:
                 books.begin_layer(self._routed_after[layer])
@@ -271,14 +277,26 @@ class Runner:
                 and gate_weights is not None
             ):
                 logits = self.decoder.gate_logits(len(expert_ids))
-                expert_ids, gate_weights = books.stand_in(layer, expert_ids, gate_weights, logits)
+                expert_ids, gate_weights, late = books.stand_in(
+                    layer,
+                    expert_ids,
+                    gate_weights,
+                    logits,
+                    may_defer=row_tiers is None and self._may_defer(layer),
+                )
             ran = None
             if row_tiers is not None and expert_ids is not None and gate_weights is not None:
                 ran = self._slices(layer, x, expert_ids, gate_weights, row_tiers, books)
             if ran is not None and ran.expert_ids is not None:
                 expert_ids, gate_weights = ran.expert_ids, ran.gate_weights
             sliced = None if ran is None else ran.slices
-            missing = self.decoder.moe_segment(layer, hidden, x, expert_ids, gate_weights, self.port, sliced)
+            now_weights = gate_weights
+            if late is not None and gate_weights is not None:
+                now_weights = gate_weights.masked_fill(late, 0.0)
+            missing = self.decoder.moe_segment(layer, hidden, x, expert_ids, now_weights, self.port, sliced)
+            if late_weights is not None:  # of the layer before, whose requests are those of this one
+                missing = joined(missing, self._add_owed(hidden, late_weights))
+            late_weights = None if late is None or gate_weights is None else gate_weights.clone()
             if books is not None and books.is_open and expert_ids is not None:
                 books.end_layer()
             times.attention += attended - began
@@ -312,6 +330,24 @@ class Runner:
             return RowsResult(hidden, {}, waits=True)
         self._served.add_local_layers(local_layers, num_slots)
         return RowsResult(hidden, failed)
+
+    def _may_defer(self, layer: int) -> bool:
+        """Whether what a layer's experts give may be added after the next layer: sums of the residual, both in this range."""
+        decoder = self.decoder
+        is_plain = (
+            decoder.adds_experts(layer) and layer + 1 < self.last_layer and decoder.adds_experts(layer + 1)
+        )
+        return is_plain and decoder.routed is None
+
+    def _add_owed(self, hidden: Tensor, gate_weights: Tensor) -> Missing | None:
+        """hidden [T, D] += what the layer before let come late; what did not come at all is returned."""
+        owed = self.port.take_owed()
+        if owed is None:
+            return None
+        slots = torch.full((gate_weights.numel(),), -1, dtype=torch.int32)
+        slots[owed.slots] = torch.arange(len(owed.slots), dtype=torch.int32)
+        ops.combine(owed.outputs, slots.view(gate_weights.shape), gate_weights, hidden)
+        return owed.missing
 
     def _slices(
         self,

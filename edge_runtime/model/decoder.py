@@ -172,6 +172,11 @@ class Decoder:
         )
         return rows.x, expert_ids, gate_weights
 
+    def adds_experts(self, layer: int) -> bool:
+        """Whether what routed experts give is added to the residual as it is, so that it may be added later as well."""
+        _, weights, *_ = layer_parts = self._layers[layer]
+        return weights.gate is not None and weights.dense_norm is None and layer_parts.output_scale is None
+
     def gate_logits(self, num_rows: int) -> Tensor:
         """[num_rows, E] float32: the scores behind what the last `attention_segment` chose, for whoever observes."""
         return self._rows(num_rows).gate_logits

@@ -40,6 +40,18 @@ class Missing(NamedTuple):
     why: str
 
 
+class Owed(NamedTuple):
+    """Outputs of a layer's routed slots that came one layer late.
+
+    slots    [n] int64, flat t * K + j; outputs [n, D] float32, not weighted
+    missing  of them, those that did not come at all
+    """
+
+    slots: Tensor
+    outputs: Tensor
+    missing: Missing | None
+
+
 def joined(first: Missing | None, second: Missing | None) -> Missing | None:
     """What either lacks."""
     if first is None or second is None:

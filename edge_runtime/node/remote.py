@@ -16,10 +16,10 @@ from torch import Tensor
 
 from edge_runtime.clock import Clock
 from edge_runtime.errors import PeerError, Refusal
-from edge_runtime.model.moe import Beside, ExpertStore, LocalExperts, Missing, Slices, run_pairs
+from edge_runtime.model.moe import Beside, ExpertStore, LocalExperts, Missing, Owed, Slices, run_pairs
 from edge_runtime.node.peer_link import PeerLink
 from edge_runtime.protocol import Envelope, ExpertCall, ExpertReply, SlicedCall
-from edge_runtime.selector.choose import DROPPED, FOREVER_S, STAND_IN, Choice, Peers, Slots
+from edge_runtime.selector.choose import DEFERRED, DROPPED, STAND_IN, Choice, Slots
 from edge_runtime.selector.home import HomeSelector
 from edge_runtime.transport.calls import Outcome, PeerCalls, Pending
 from kernels import ops
@@ -66,6 +66,26 @@ class ExpertTimes:
     peers_compute: float = 0.0
 
 
+@dataclass
+class _OnTheWay:
+    """Calls of a layer whose replies are added one layer later.
+
+    hosts, pairs  whom, and for each of them which flat slots [n]
+    x             [T, D] float32, expert_ids [T, K]: the layer's rows, should a call fail
+    outputs       [T*K, D] float32, once they are in
+    """
+
+    layer: int
+    pending: Pending
+    hosts: list[int]
+    pairs: list[np.ndarray]
+    x: Tensor
+    expert_ids: Tensor
+    deadline: float
+    outputs: Tensor | None = None
+    missing: Missing | None = None
+
+
 class PlacedExperts:
     """An ExpertPort over a whole placement. Used by one thread, but for `alive`.
 
@@ -106,7 +126,11 @@ class PlacedExperts:
         self._calls = PeerCalls(clock)
         self.selector = selector
         self._asked: Slots | None = None  # of the layer at hand, with what may still be spent in it
+        self._taken: Choice | None = None  # what was chosen for it, and ...
+        self._choice: Choice | None = None  # ... that while nobody was called for it
         self._late_choice: Choice | None = None
+        self._on_the_way: _OnTheWay | None = None  # of the layer before the one at hand
+        self._begun: _OnTheWay | None = None  # of the one at hand
         self._look_at_s = 0.0
         self._served_by: np.ndarray | None = None
         self._choose()
@@ -114,7 +138,12 @@ class PlacedExperts:
     def begin_step(self) -> None:
         """Notice peers that came or went, at most every 50 ms."""
         now = self._clock.now()
-        self._asked = None
+        self._asked = self._choice = self._taken = None
+        for begun in filter(None, (self._on_the_way, self._begun)):
+            self._calls.forget(begun.pending)  # of a step that ended early
+        self._on_the_way = self._begun = None
+        if self.selector is not None:
+            self.selector.begin_step()
         if now >= self._look_at_s:
             self._look_at_s = now + LOOK_S
             self._look()
@@ -123,15 +152,20 @@ class PlacedExperts:
         """[T, K] int32 host of every slot of the layer just run, -1 nobody; None if this node served them all."""
         return self._served_by
 
-    def choose(self, layer: int, slots: Slots) -> Choice | None:
+    def choose(self, layer: int, slots: Slots, may_defer: bool = False) -> Choice | None:
         """Which slots of a layer use a stand-in, within what their rows may spend; None: all are exact."""
-        self._asked = self._late_choice = None
+        self._asked = self._choice = self._taken = self._late_choice = None
         if self.selector is None or self._is_local[layer]:
             return None
-        choice = self.selector.choose(layer, slots)
-        left = slots.allowance if choice is None else np.maximum(slots.allowance - choice.loss, 0.0)
-        self._asked = slots._replace(allowance=left)
-        return choice
+        self._asked = slots
+        self._choice = self.selector.choose(layer, slots, may_defer=may_defer)
+        self._taken = self._choice
+        return self._choice
+
+    @property
+    def drag_per_deviation(self) -> float:
+        """See `Losses`."""
+        return self.selector.drag_per_deviation if self.selector is not None else 0.0
 
     def start_price(self) -> float:
         """Seconds that a unit of loss is worth before anything was spent; see `Prices`."""
@@ -195,6 +229,20 @@ class PlacedExperts:
         if slices is not None:
             self._served_by[slices.masks.numpy() == 0] = NOBODY  # not a slice of theirs runs: nobody is asked
         failed = self._run_once(layer, x, expert_ids, out, deadline, beside, slices)
+        return self._without_failed(layer, x, expert_ids, out, deadline, failed, served_by, slices)
+
+    def _without_failed(
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        out: Tensor,
+        deadline: float,
+        failed: Tensor | None,
+        served_by: np.ndarray,
+        slices: Slices | None = None,
+    ) -> Missing | None:
+        """Ask other hosts for slots [n] that failed, until all are there or nobody has the rest; `served_by` is noted."""
         flat = expert_ids.reshape(-1)
         num_columns = expert_ids.shape[1]
         missing: list[Tensor] = []
@@ -220,6 +268,46 @@ class PlacedExperts:
             failed = failed[again] if again is not None else None
         slots = torch.cat(missing) if missing else torch.empty(0, dtype=torch.int64)
         return Missing(slots, self._explain(layer, flat[slots])) if len(slots) else None
+
+    def take_owed(self) -> Owed | None:
+        """See HostedExperts."""
+        self._collect()
+        before, self._on_the_way, self._begun = self._on_the_way, self._begun, None
+        if before is None:
+            return None
+        assert before.outputs is not None, "what was on the way was waited for"
+        slots = torch.from_numpy(np.concatenate(before.pairs).astype(np.int64))
+        return Owed(slots, before.outputs[slots], before.missing)
+
+    def _collect(self) -> None:
+        """Wait for what the layer before let come late. Hosts that fail are replaced as ever."""
+        before = self._on_the_way
+        if before is None or before.outputs is not None:
+            return
+        began = self._clock.now()
+        before.outputs = torch.zeros(before.expert_ids.numel(), before.x.shape[1])
+        outcomes = self._calls.receive(before.pending)
+        self._calls.forget(before.pending)
+        if self.selector is not None:
+            self._measure(before.hosts, outcomes, self._calls.waits)
+        out = before.outputs.numpy()
+        lost = [
+            slots
+            for host, outcome, slots in zip(before.hosts, outcomes, before.pairs, strict=True)
+            if not self._take(host, outcome, slots, out)
+        ]
+        self.times.wait += self._clock.now() - began
+        if lost:
+            self._look_at_s = 0.0
+            self._look()
+            self._choose()
+            failed = torch.from_numpy(np.concatenate(lost).astype(np.int64))
+            served_by = np.zeros(
+                before.expert_ids.numel(), dtype=np.int32
+            )  # whoever it was: they are on the bill as late
+            before.missing = self._without_failed(
+                before.layer, before.x, before.expert_ids, before.outputs, before.deadline, failed, served_by
+            )
 
     def add_here(
         self,
@@ -284,6 +372,13 @@ class PlacedExperts:
             ]
         num_parts = 0 if slices is None else slices.num_parts
         pending = self._send(layer, x.numpy(), called, tensors, deadline, num_parts) if called else None
+        if pending is not None and self._choice is not None and self._choice.kind.shape == expert_ids.shape:
+            late = self._let_come_late(layer, x, expert_ids, out, called, pending, split, deadline)
+            awaited = [at for at, host in enumerate(called) if host not in late]
+            called = [called[at] for at in awaited]
+            pending = pending._replace(
+                channels=[pending.channels[at] for at in awaited], sent=[pending.sent[at] for at in awaited]
+            )
         sent_at = now()
         if beside is not None:
             beside()
@@ -299,7 +394,10 @@ class PlacedExperts:
         local_at = now()
 
         unfilled: list[np.ndarray] = []
-        if pending is not None:
+        if pending is not None and self._on_the_way is not None and self._on_the_way.outputs is None:
+            self._calls.keep(pending)
+            self._collect()
+        if pending is not None and called:
             outcomes = self._calls.receive_until(pending, began + self._patience_s(called))
             waits = self._calls.waits  # of these calls: getting along without the late makes others
             if None in outcomes:
@@ -328,6 +426,36 @@ class PlacedExperts:
         self._look()
         self._choose()
         return torch.from_numpy(np.concatenate(unfilled).astype(np.int64))
+
+    def _let_come_late(
+        self,
+        layer: int,
+        x: Tensor,
+        expert_ids: Tensor,
+        out: Tensor,
+        called: Sequence[int],
+        pending: Pending,
+        split: Dispatched,
+        deadline: float,
+    ) -> list[int]:
+        """Set the calls aside whose slots were chosen to come a layer late; `out` [T*K, D] is 0 there. Returns the hosts."""
+        choice, self._choice = self._choice, None  # a retried call is not another choice
+        assert choice is not None, "somebody chose what may come late"
+        is_late = (choice.kind == DEFERRED).reshape(-1)
+        pairs, offsets = split.pairs.numpy(), split.offsets
+        of_host = {host: pairs[offsets[host] : offsets[host + 1]] for host in called}
+        at = [index for index, host in enumerate(called) if is_late[of_host[host]].all()]
+        if not at:
+            return []
+        aside = pending._replace(
+            channels=[pending.channels[index] for index in at], sent=[pending.sent[index] for index in at]
+        )
+        hosts = [called[index] for index in at]
+        slots = [of_host[host] for host in hosts]
+        out.numpy()[np.concatenate(slots)] = 0.0
+        self._begun = _OnTheWay(layer, aside, hosts, slots, x.clone(), expert_ids.clone(), deadline)
+        self._calls.keep(aside)
+        return hosts
 
     def _patience_s(self, called: Sequence[int]) -> float:
         """How long replies may take before they count as late."""
@@ -412,10 +540,8 @@ class PlacedExperts:
         now = self._clock.now()
         for host in late:
             self.selector.measured(host, self._patience_s([host]), now)
-        wait_s = np.zeros_like(self.selector.peers.wait_s)
-        wait_s[list(late)] = wait_s[-1] = FOREVER_S
-        slots = asked._replace(expert_ids=expert_ids.numpy().copy(), price=np.zeros(len(asked.price)))
-        choice = self.selector.choose(layer, slots, Peers(wait_s, np.zeros_like(wait_s)))
+        slots = asked._replace(expert_ids=expert_ids.numpy().copy())
+        choice = self.selector.choose_late(layer, slots, self._taken, late)
         if choice is None or (choice.kind == DROPPED).any():
             return done
         done = (choice.kind == STAND_IN).reshape(-1)

@@ -3,6 +3,7 @@
 Pure. Knows the tokenizer; no socket, no engine.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -85,6 +86,13 @@ def make_request(
     check_prompt(prompt_ids, vocab_size, context_tokens - (BLOCK_TOKENS if encoder else 0))
     if generate.output_ids and not 0 <= min(generate.output_ids) <= max(generate.output_ids) < vocab_size:
         raise RequestError(f"the answer so far has token ids outside 0 to {vocab_size - 1}")
+    ledger = (0.0, 0.0)
+    if generate.ledger:
+        if len(generate.ledger) != 2 or not all(0 <= number < math.inf for number in generate.ledger):
+            raise RequestError(
+                f"the ledger so far is {generate.ledger}, expected what it holds and what was spent, both 0 or more"
+            )
+        ledger = (generate.ledger[0], generate.ledger[1])
     if generate.prefill_only:
         params = msgspec.structs.replace(params, max_tokens=1)
     encoder_tokens = 0
@@ -98,6 +106,7 @@ def make_request(
         now,
         salt=generate.salt,
         output_ids=generate.output_ids,
+        ledger=ledger,
         encoder_tokens=encoder_tokens,
         user=generate.user,
         trace=generate.trace,
@@ -177,7 +186,13 @@ class HomeRequest:
         fields = {name: getattr(self.asked, name) for name in Submit.__struct_fields__}
         num_tokens = self.stream.num_tokens
         return StillRunning(
-            **(fields | {"output_ids": self.request.output_ids[:num_tokens]}),
+            **(
+                fields
+                | {
+                    "output_ids": self.request.output_ids[:num_tokens],
+                    "ledger": list(self.request.ledger) if self.request.budget else [],
+                }
+            ),
             text="".join(self.text),
             logprobs=self.logprobs or None,
             ended=self.ended,
@@ -222,7 +237,8 @@ class HomeRequest:
         if detail is not None:
             top = list(zip(detail.top_ids, detail.top_logprobs, strict=True))
             logprobs = [TokenLogprobs(token_id, detail.logprob, top)]
-        return Tokens(self.request.request_id, index, [token_id], text, logprobs)
+        ledger = list(self.request.ledger) if self.request.budget else []
+        return Tokens(self.request.request_id, index, [token_id], text, logprobs, ledger)
 
     def _end(self, ended: Ended) -> list[HomeMessage]:
         request_id = self.request.request_id

@@ -76,6 +76,12 @@ class ShareSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a call to peers may take in all."""
     selector: str = "live"
     """By what rule requests that may spend quality get along without an expert that is elsewhere."""
+    drop: bool = False
+    """Whether such requests may leave one out, where that loses less."""
+    defer: bool = False
+    """Whether its output may be added one layer late for them."""
+    look_ahead: bool = True
+    """Whether it counts then that the next layer has to wait."""
     counts_experts: bool = False
     """Whether prompts' choices of experts are counted, for a router that asks for them."""
     weight_format: str = "as_stored"
@@ -301,7 +307,15 @@ def load_share(
         store=store,
         hosts=hosts,
         links=[PeerLink(peer, identity, deploy.epoch, keys, clock) for peer in helpers],
-        selector=selector_for(settings.selector, spec, learned, [peer.name for peer in helpers]),
+        selector=selector_for(
+            settings.selector,
+            spec,
+            learned,
+            [peer.name for peer in helpers],
+            drops=settings.drop,
+            defers=settings.defer,
+            looks_ahead=settings.look_ahead,
+        ),
         num_layers=spec.num_layers,
         num_experts=num_experts(spec),
         epoch=deploy.epoch,
@@ -483,14 +497,22 @@ def _books_of(runner: Runner) -> QualityBooks:
         return runner.port
 
     return QualityBooks(
-        lambda layer, slots: port().choose(layer, slots),
+        lambda layer, slots, may_defer: port().choose(layer, slots, may_defer),
         lambda: port().start_price(),
         lambda: port().take_late(),
+        lambda: port().drag_per_deviation,
     )
 
 
 def selector_for(
-    policy: str, spec: ModelSpec, learned: Learned | None, peers: Sequence[str]
+    policy: str,
+    spec: ModelSpec,
+    learned: Learned | None,
+    peers: Sequence[str],
+    *,
+    drops: bool = False,
+    defers: bool = False,
+    looks_ahead: bool = True,
 ) -> HomeSelector | None:
     """The selector of a home with these peers; None where nothing was calibrated, or nobody is to stand in."""
     if learned is None or policy == "exact" or not peers:
@@ -504,6 +526,9 @@ def selector_for(
         num_columns=max(layer.gate.top_k for layer in spec.layers if layer.gate),
         waits_s=[0.0, *(link.rtt_s + 2 * NodeSpeed.call_overhead_s for link in links)],
         slots_s=[0.0, *(link.transfer_s(row_bytes) for link in links)],
+        drops=drops,
+        defers=defers,
+        looks_ahead=looks_ahead,
     )
 
 

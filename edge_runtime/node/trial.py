@@ -64,6 +64,9 @@ class _Resident(LocalExperts):
     def begin_step(self) -> None:
         self.seconds = self.touched = self.pairs = 0.0
 
+    def take_owed(self) -> None:
+        return None
+
     def may_be_replaced(self) -> bool:
         return False
 

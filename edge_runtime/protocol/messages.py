@@ -487,6 +487,7 @@ class _Prompt(Message, frozen=True):
     output_ids  tokens already delivered: the answer goes on after them (a request that moved home)
     credit      how many Tokens messages may be on their way before a Credit is awaited
     trace       whether Finished tells where the gate weight of each layer was served
+    ledger      of a request with a quality budget that moved home: what its own ledger holds, and what it has spent
     user        whose quality budget it spends from, together with the user's other requests; empty: one of its own
     stream      whether Tokens are wanted as they come, or one Tokens with everything
     """
@@ -505,6 +506,7 @@ class _Prompt(Message, frozen=True):
     trace: bool = False
     stream: bool = True
     user: Name = ""
+    ledger: list[float] = []
 
 
 class Submit(_Prompt, frozen=True):
@@ -649,13 +651,17 @@ class Accepted(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """Part of an answer. index: how many tokens of the answer came before; text: what they add, whole characters."""
+    """Part of an answer. index: how many tokens of the answer came before; text: what they add, whole characters.
+
+    ledger  from a home, of a request with a quality budget: what its own ledger holds, and what it has spent
+    """
 
     request_id: Name
     index: Count
     token_ids: list[Index]
     text: str = ""
     logprobs: list[TokenLogprobs] | None = None
+    ledger: list[float] = []
 
     max_body_bytes: ClassVar[int] = 2 << 20
     max_containers: ClassVar[int] = (

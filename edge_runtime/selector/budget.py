@@ -107,6 +107,11 @@ class Ledgers:
     def of(self, user: str) -> Ledger:
         return self._by_user.setdefault(user, Ledger())
 
+    def carry(self, user: str, credit: float, budget: float) -> None:
+        """Go on with a bucket that stood elsewhere: as full as it was there, and never fuller than one can be."""
+        held = min(credit, BURST_TOKENS * budget)
+        self._by_user[user] = Ledger(credit=held, earned=held)
+
     def forget(self, user: str) -> None:
         """Nobody of that user is here any more. Credit that was not spent is gone, so nothing is gained by it."""
         self._by_user.pop(user, None)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from topology.traits import Floats
+
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int32]
 
@@ -23,15 +25,20 @@ class LayerView:
     may_stand  [E, E] bool, whether column j may stand in for row i without a call: it is here, i is not, and both are
                of one group
     loss       [E, E] float32, loss of a token when j stands in for i at gate weight 1; inf where nothing was measured
-    power      with what power of the gate weight a loss grows
+    root       [E, E] float64, the deviation that this is: the root of `loss` by `power`
     closest    [E] int32, the one of those that may stand in which costs the least; -1 where there is none
+    power      with what power of a deviation a loss grows. Slots of a row and layer deviate the same way (measured:
+               together they cost 1.0 to 1.5 times the square of their sum), so their deviations are added up first
+    left_out   [E] float64, the deviation of leaving a slot out at gate weight 1; None: that is not to be
     """
 
     host_of: Ints
     may_stand: Bools
     loss: NDArray[np.float32]
+    root: Floats
     closest: Ints
     power: float = 1.0
+    left_out: Floats | None = None
 
 
 def layer_view(
@@ -41,6 +48,7 @@ def layer_view(
     *,
     dominant: Ints | None = None,
     power: float = 1.0,
+    left_out: Floats | None = None,
 ) -> LayerView:
     """What there is to choose from in one layer.
 
@@ -52,4 +60,5 @@ def layer_view(
         may_stand &= np.arange(len(host_of))[None, :] == dominant[:, None]
     costs = np.where(may_stand, loss, np.inf)
     closest = np.where(may_stand.any(axis=1), costs.argmin(axis=1), NONE).astype(np.int32)
-    return LayerView(host_of, may_stand, loss, closest, power)
+    root = np.maximum(loss, 0.0).astype(np.float64) ** (1 / power)
+    return LayerView(host_of, may_stand, loss, root, closest, power, left_out)

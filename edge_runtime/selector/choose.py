@@ -2,10 +2,12 @@
 
 Two policies beside `exact`, one interface. `paper`: each slot by itself, its expert's wait against the least different
 expert that is here. `live`: the step as a whole, since all its rows wait for the slowest peer that any of them calls: a
-peer that is called anyway costs a slot only its bytes, and a stand-in is whom the token's own gate scores best.
+peer that is called anyway costs a slot only its bytes, and a stand-in is whom the token's own gate scores best. Where it
+may, `live` also lets replies come one layer late, when the step waits anyway.
 
-Clock, network and placement reach this module as numbers. It decides; it never measures. No row ever spends more than
-its allowance.
+A row's deviations in a layer are added up before they are squared, and come on top of what it deviates already: that is
+what a loss is. Clock, network and placement reach this module as numbers. It decides; it never measures. No row ever
+spends more than its allowance.
 """
 
 from collections.abc import Callable
@@ -17,9 +19,9 @@ from numpy.typing import NDArray
 from edge_runtime.selector.candidates import HERE, NONE, LayerView
 from topology.traits import Floats
 
-EXACT, STAND_IN, DROPPED = 0, 1, 2
+EXACT, STAND_IN, DROPPED, DEFERRED = 0, 1, 2, 3
 FOREVER_S = 1e6  # the wait for an expert that nobody has
-NEVER = 1e30  # the loss of what must not be; finite, so that a price of 0 leaves it what it is
+NEVER = 1e30  # the deviation of what must not be; finite, so that a price of 0 leaves it what it is
 
 
 class Peers(NamedTuple):
@@ -41,6 +43,7 @@ class Slots(NamedTuple):
     gate_logits   [T, E] float32
     allowance     [T] loss that each row may still spend here; 0 for rows that are exact
     price         [T] seconds of one row's waiting that a unit of its loss is worth
+    drag          [T] loss for each unit of deviation beyond its own square, for what a row deviates already; None: 0
     """
 
     expert_ids: NDArray[np.int32]
@@ -48,37 +51,54 @@ class Slots(NamedTuple):
     gate_logits: NDArray[np.float32]
     allowance: Floats
     price: Floats
+    drag: Floats | None = None
 
 
 class Choice(NamedTuple):
     """What becomes of the slots.
 
-    expert_ids  [T, K] int32, after the swaps; of a dropped slot as the gate chose
-    kind        [T, K] int8: EXACT, STAND_IN or DROPPED
+    expert_ids  [T, K] int32, after the swaps; of a dropped or deferred slot as the gate chose
+    kind        [T, K] int8: EXACT, STAND_IN, DROPPED or DEFERRED
     loss        [T] what each row spends
+    deviation   [T] what each row deviates by stand-ins and what is left out; what is late is not in it
     """
 
     expert_ids: NDArray[np.int32]
     kind: NDArray[np.int8]
     loss: Floats
+    deviation: Floats
 
 
 class Options(NamedTuple):
-    """What else may be done. Off unless said.
+    """What else may be done, and what else is so. Off unless said.
 
-    drop_loss  [E] loss of leaving a slot out at gate weight 1: then that is one more candidate. None: never
-    keep_top   so many slots of the highest gate weight of each row stay exact
-    future_s   [N, E] seconds that the layers after this one cost, by who serves the slot, from `lookahead.py`. Matters
-               only where the server that served a slot is where the token goes on
+    keep_top     so many slots of the highest gate weight of each row stay exact
+    future_s     [N, E] seconds that the layers after this one cost, by who serves the slot, from `lookahead.py`. Matters
+                 only where the server that served a slot is where the token goes on
+    late         [E] deviation, at gate weight 1, of a slot whose reply is added one layer late; None: none may be
+    late_s       seconds that it costs a step that the next layer cannot do without waiting
+    waits_anyway the step waits here whatever is chosen, for what the layer before let come late
     """
 
-    drop_loss: Floats | None = None
     keep_top: int = 0
     future_s: Floats | None = None
+    late: Floats | None = None
+    late_s: float = 0.0
+    waits_anyway: bool = False
 
 
 Policy = Callable[[LayerView, Peers, Slots, Options], Choice | None]
 NO_OPTIONS = Options()
+
+
+def after_choice(view: LayerView, slots: Slots, choice: Choice | None) -> Slots:
+    """The same layer's slots for a second choice, once the first was taken: less to spend, and more to deviate from."""
+    if choice is None:
+        return slots
+    drag = _drag(slots)
+    if view.power != 1.0:
+        drag = drag + view.power * choice.deviation ** (view.power - 1)
+    return slots._replace(allowance=np.maximum(slots.allowance - choice.loss, 0.0), drag=drag)
 
 
 def choose_exact(view: LayerView, peers: Peers, slots: Slots, options: Options = NO_OPTIONS) -> Choice | None:
@@ -95,14 +115,13 @@ def choose_paper(view: LayerView, peers: Peers, slots: Slots, options: Options =
     if not len(open_rows):
         return None
     stand_in = view.closest[experts]
-    loss = _losses(view, slots, open_rows, columns, experts, stand_in)
-    kind = np.full(len(open_rows), STAND_IN, dtype=np.int8)
-    _consider_dropping(loss, kind, slots, open_rows, columns, experts, options)
+    deviation, kind = _deviations(view, slots, open_rows, columns, experts, stand_in)
+    loss = _loss_of(view, deviation, _drag(slots)[open_rows])
     wins = peers.wait_s[hosts] + peers.slot_s[hosts] > loss * slots.price[open_rows] + _more_after(
         options, hosts, experts
     )
-    done = _affordable(slots, open_rows, loss, wins & (loss < NEVER))
-    return _carried_out(slots, open_rows, columns, stand_in, kind, loss, done)
+    done = _affordable(view, slots, open_rows, deviation, wins & (deviation < NEVER))
+    return _carried_out(view, slots, open_rows, columns, stand_in, kind, deviation, done)
 
 
 def choose_live(view: LayerView, peers: Peers, slots: Slots, options: Options = NO_OPTIONS) -> Choice | None:
@@ -110,42 +129,102 @@ def choose_live(view: LayerView, peers: Peers, slots: Slots, options: Options = 
 
     Peers are looked at from the slowest: with the j slowest not called the step waits for the next one. A row that
     cannot afford to do without one of them, or is exact and needs it, makes the step call it: then its other slots are
-    exact as well, but where the loss is worth less than their bytes.
+    exact as well, but where the loss is worth less than their bytes. Nothing else that leaves out whole peers waits
+    less for the same loss, since the slowest of those called is what counts.
     """
     rows, columns, experts, hosts = _open_slots(view, slots, options)
     if not len(rows):
         return None
-    stand_in = _live_stand_ins(view, slots, rows, experts)
-    loss = _losses(view, slots, rows, columns, experts, stand_in)
-    kind = np.full(len(rows), STAND_IN, dtype=np.int8)
-    _consider_dropping(loss, kind, slots, rows, columns, experts, options)
+    stand_in = live_stand_ins(view, slots.expert_ids, slots.gate_logits, rows, experts)
+    deviation, kind = _deviations(view, slots, rows, columns, experts, stand_in)
 
     num_rows, num_hosts = len(slots.expert_ids), len(peers.wait_s)
     order = np.argsort(-peers.wait_s, kind="stable")  # the slowest first
     rank = np.empty(num_hosts, dtype=np.int64)
     rank[order] = np.arange(num_hosts)
     at = rank[hosts]
-    # [T, N] what each row loses at each rank: NEVER and more where a slot has no stand-in.
-    by_rank = np.bincount(rows * num_hosts + at, weights=loss, minlength=num_rows * num_hosts)
-    lost = by_rank.reshape(num_rows, num_hosts).cumsum(axis=1)
+    # [T, N] how far each row deviates without all up to each rank: NEVER and more where a slot has no stand-in.
+    by_rank = np.bincount(rows * num_hosts + at, weights=deviation, minlength=num_rows * num_hosts)
+    deviates = by_rank.reshape(num_rows, num_hosts).cumsum(axis=1)
+    drag = _drag(slots)
+    lost = _loss_of(view, deviates, drag[:, None])
     used = np.bincount(rank[view.host_of[slots.expert_ids].ravel()], minlength=num_hosts)
     used[rank[HERE]] = 0
-    free_to_skip = np.bincount(at, minlength=num_hosts)
-    is_needed = used > free_to_skip  # by somebody exact
+    is_needed = used > np.bincount(at, minlength=num_hosts)  # by somebody exact
     can_pay = (lost <= slots.allowance[:, None]).all(axis=0)
     most = int(np.argmin(np.append(can_pay & ~is_needed, False)))  # so many of the slowest can be left out
 
     # [N+1] seconds of the step with the j slowest not called: the wait for the slowest of those that are.
     waits = np.append(np.maximum.accumulate(np.where(used > 0, peers.wait_s[order], 0.0)[::-1])[::-1], 0.0)
-    paid = np.append(0.0, slots.price @ np.where(lost < NEVER, lost, 0.0))
-    skipped = int(np.argmin((num_rows * waits + paid)[: most + 1]))
+    if options.waits_anyway:
+        waits[:] = waits[0]
+    paid = np.append(0.0, slots.price @ np.where(deviates < NEVER, lost, 0.0))
+    costs = (num_rows * waits + paid)[: most + 1]
+    skipped = int(np.argmin(costs))
+    if options.late is not None and not options.waits_anyway:
+        late = _late(view, peers, slots, options, (rows, columns, experts, at), is_needed[at], lost[:, -1])
+        if late is not None and late.cost < costs[skipped]:
+            kind = np.where(late.done & ~late.stands[rows], DEFERRED, kind).astype(np.int8)
+            deviation = np.where(kind == DEFERRED, late.deviation, deviation)
+            return _carried_out(view, slots, rows, columns, stand_in, kind, deviation, late.done)
 
     done = at < skipped
-    is_cheap = ~done & (loss * slots.price[rows] < num_rows * peers.slot_s[hosts])
+    before = deviates[:, skipped - 1] if skipped else np.zeros(num_rows)
+    more = drag if view.power == 1.0 else drag + view.power * before ** (view.power - 1)
+    adds = _loss_of(view, deviation, more[rows])
+    is_cheap = ~done & (adds * slots.price[rows] < num_rows * peers.slot_s[hosts])
     if is_cheap.any():
-        left = slots.allowance - (lost[:, skipped - 1] if skipped else 0.0)
-        done |= is_cheap & _fits(rows, loss, is_cheap, left)
-    return _carried_out(slots, rows, columns, stand_in, kind, loss, done)
+        sums = before + _by_row(rows, np.where(is_cheap, deviation, 0.0), num_rows)
+        done |= is_cheap & (_loss_of(view, sums, drag) <= slots.allowance)[rows]
+    return _carried_out(view, slots, rows, columns, stand_in, kind, deviation, done)
+
+
+class _Late(NamedTuple):
+    """What it comes to if the step does not wait in this layer. n open slots.
+
+    cost       seconds, losses priced
+    done       [n] bool, slots that do not wait
+    deviation  [n] of each that is late
+    stands     [T] bool, rows that lose less by stand-ins, and use those
+    """
+
+    cost: float
+    done: NDArray[np.bool_]
+    deviation: Floats
+    stands: NDArray[np.bool_]
+
+
+def _late(
+    view: LayerView,
+    peers: Peers,
+    slots: Slots,
+    options: Options,
+    open_slots: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]],
+    is_needed: NDArray[np.bool_],
+    lost: Floats,
+) -> _Late | None:
+    """Let all replies that nobody exact needs come a layer late. None if a row cannot afford that.
+
+    open_slots  rows, columns, experts and ranks of their hosts
+    is_needed   [n] whether a slot's host is waited for by somebody exact: then the slot is exact too
+    lost        [T] what each row loses if stand-ins serve all of it
+    """
+    rows, columns, experts, _ = open_slots
+    assert options.late is not None, "nobody asked for late replies"
+    num_rows = len(slots.expert_ids)
+    done = ~is_needed
+    deviation = options.late[experts] * slots.gate_weights[rows, columns]
+    late = _by_row(rows, np.where(done, deviation, 0.0), num_rows) ** view.power
+    stands = (lost < late) & (np.bincount(rows, weights=is_needed, minlength=num_rows) == 0)
+    spends = np.where(stands, lost, late)
+    if not done.any() or (spends > slots.allowance).any():
+        return None
+    hosts = view.host_of[slots.expert_ids]
+    waited = np.ones(hosts.shape, dtype=bool)
+    waited[rows[done], columns[done]] = False
+    wait_s = float(np.where(waited & (hosts != HERE), peers.wait_s[hosts], 0.0).max())
+    owes = options.late_s if not stands[rows[done]].all() else 0.0
+    return _Late(num_rows * (wait_s + owes) + float(slots.price @ spends), done, deviation, stands)
 
 
 POLICIES: dict[str, Policy] = {"exact": choose_exact, "paper": choose_paper, "live": choose_live}
@@ -164,17 +243,21 @@ def _open_slots(
     return rows, columns, slots.expert_ids[rows, columns], hosts[rows, columns]
 
 
-def _live_stand_ins(
-    view: LayerView, slots: Slots, rows: NDArray[np.int64], experts: NDArray[np.int32]
+def live_stand_ins(
+    view: LayerView,
+    expert_ids: NDArray[np.int32],
+    gate_logits: NDArray[np.float32],
+    rows: NDArray[np.int64],
+    experts: NDArray[np.int32],
 ) -> NDArray[np.int64]:
     """[n] for each slot whom its row's gate scores best of those that may stand in; no two of a row the same.
 
     Nobody that the gate chose itself stands in for another; -1 where there is nobody. Earlier slots, which weigh more,
     choose first.
     """
-    num_rows, num_experts = slots.gate_logits.shape
-    scores = slots.gate_logits.copy()
-    scores[np.arange(num_rows)[:, None], slots.expert_ids] = -np.inf
+    num_rows, num_experts = gate_logits.shape
+    scores = gate_logits.copy()
+    scores[np.arange(num_rows)[:, None], expert_ids] = -np.inf
     table = np.where(view.may_stand[experts], scores[rows], -np.inf)  # [n, E]
     found = table.argmax(axis=1)
     everyone = np.arange(len(rows))
@@ -191,36 +274,42 @@ def _live_stand_ins(
         found[later] = table[later].argmax(axis=1)
 
 
-def _losses(
+def _by_row(rows: NDArray[np.int64], values: Floats, num_rows: int) -> Floats:
+    """[T] sums of values [n] by row."""
+    return np.bincount(rows, weights=values, minlength=num_rows).astype(np.float64)
+
+
+def _drag(slots: Slots) -> Floats:
+    return np.zeros(len(slots.allowance)) if slots.drag is None else slots.drag
+
+
+def _loss_of(view: LayerView, deviation: Floats, drag: Floats) -> Floats:
+    """What deviations cost."""
+    if view.power == 2.0:
+        return deviation * (deviation + drag)
+    return deviation**view.power + drag * deviation
+
+
+def _deviations(
     view: LayerView,
     slots: Slots,
     rows: NDArray[np.int64],
     columns: NDArray[np.int64],
     experts: NDArray[np.int32],
     stand_in: NDArray[np.integer],
-) -> Floats:
-    """[n] what each slot would lose by its stand-in; NEVER without one."""
+) -> tuple[Floats, NDArray[np.int8]]:
+    """[n] how far each slot deviates by its stand-in, or left out where that is to be and less; NEVER if there is no way.
+
+    Also what it would then be, STAND_IN or DROPPED.
+    """
     weights = slots.gate_weights[rows, columns].astype(np.float64)
-    lost = view.loss[experts, stand_in] * (weights if view.power == 1.0 else weights**view.power)
-    return np.where(stand_in >= 0, np.maximum(lost, 0.0), NEVER)
-
-
-def _consider_dropping(
-    loss: Floats,
-    kind: NDArray[np.int8],
-    slots: Slots,
-    rows: NDArray[np.int64],
-    columns: NDArray[np.int64],
-    experts: NDArray[np.int32],
-    options: Options,
-) -> None:
-    """Leave a slot out where that loses less than its stand-in does. Changes `loss` and `kind`."""
-    if options.drop_loss is None:
-        return
-    dropped = options.drop_loss[experts] * slots.gate_weights[rows, columns]
-    better = dropped < loss
-    loss[better] = dropped[better]
-    kind[better] = DROPPED
+    found = np.where(stand_in >= 0, view.root[experts, stand_in] * weights, NEVER)
+    kind = np.full(len(rows), STAND_IN, dtype=np.int8)
+    if view.left_out is not None:
+        dropped = view.left_out[experts] * weights
+        better = dropped < found
+        found[better], kind[better] = dropped[better], DROPPED
+    return found, kind
 
 
 def _more_after(options: Options, hosts: NDArray[np.int32], experts: NDArray[np.int32]) -> Floats | float:
@@ -230,45 +319,44 @@ def _more_after(options: Options, hosts: NDArray[np.int32], experts: NDArray[np.
     return options.future_s[HERE, experts] - options.future_s[hosts, experts]
 
 
-def _fits(
-    rows: NDArray[np.int64], loss: Floats, wanted: NDArray[np.bool_], left: Floats
-) -> NDArray[np.bool_]:
-    """[n] whether a row can pay for all of its wanted slots."""
-    total = np.bincount(rows, weights=np.where(wanted, loss, 0.0), minlength=len(left))
-    return (total <= left)[rows]
-
-
 def _affordable(
-    slots: Slots, rows: NDArray[np.int64], loss: Floats, wanted: NDArray[np.bool_]
+    view: LayerView, slots: Slots, rows: NDArray[np.int64], deviation: Floats, wanted: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """[n] which of the wanted slots each row can pay for, cheapest losses first."""
-    order = np.lexsort((loss, ~wanted, rows))
+    """[n] which of the wanted slots each row can pay for together, the least deviations first."""
+    order = np.lexsort((deviation, ~wanted, rows))
     by_row = rows[order]
     first = np.append(True, by_row[1:] != by_row[:-1])
-    paid = np.where(wanted, loss, 0.0)[order]  # running sums go on over rows, so nothing huge may enter
-    total = paid.cumsum()
-    before = np.maximum.accumulate(np.where(first, total - paid, 0.0))
+    added = np.where(wanted, deviation, 0.0)[order]  # running sums go on over rows, so nothing huge may enter
+    total = added.cumsum()
+    before = np.maximum.accumulate(np.where(first, total - added, 0.0))
     pays = np.empty(len(order), dtype=bool)
-    pays[order] = total - before <= slots.allowance[by_row] * (1 + 1e-12)
+    pays[order] = _loss_of(view, total - before, _drag(slots)[by_row]) <= slots.allowance[by_row] * (
+        1 + 1e-12
+    )
     return pays & wanted
 
 
 def _carried_out(
+    view: LayerView,
     slots: Slots,
     rows: NDArray[np.int64],
     columns: NDArray[np.int64],
     stand_in: NDArray[np.integer],
     kind: NDArray[np.int8],
-    loss: Floats,
+    deviation: Floats,
     done: NDArray[np.bool_],
 ) -> Choice | None:
     """The choice in which the slots of `done` are not exact; None if there are none."""
     if not done.any():
         return None
-    rows, columns, kind = rows[done], columns[done], kind[done]
+    rows, columns, kind, deviation = rows[done], columns[done], kind[done], deviation[done]
     expert_ids = slots.expert_ids.copy()
     kinds = np.zeros(expert_ids.shape, dtype=np.int8)
     kinds[rows, columns] = kind
     expert_ids[rows, columns] = np.where(kind == STAND_IN, stand_in[done], expert_ids[rows, columns])
-    spent: Floats = np.bincount(rows, weights=loss[done], minlength=len(slots.allowance)).astype(np.float64)
-    return Choice(expert_ids, kinds, spent)
+    num_rows, is_late = len(slots.allowance), kind == DEFERRED
+    off = _by_row(rows, np.where(is_late, 0.0, deviation), num_rows)
+    loss = _loss_of(view, off, _drag(slots))
+    if is_late.any():
+        loss = loss + _by_row(rows, np.where(is_late, deviation, 0.0), num_rows) ** view.power
+    return Choice(expert_ids, kinds, loss, off)

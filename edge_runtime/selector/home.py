@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from edge_runtime.selector.candidates import HERE, LayerView, layer_view
 from edge_runtime.selector.choose import (
+    DEFERRED,
     DROPPED,
+    EXACT,
     FOREVER_S,
     NO_OPTIONS,
     POLICIES,
@@ -18,11 +20,13 @@ from edge_runtime.selector.choose import (
     Options,
     Peers,
     Slots,
+    after_choice,
 )
 from edge_runtime.selector.learned import Losses
 from topology.grouping import Groups
 
 HALF_LIFE_S = 1.0  # of an estimate: what was measured a second ago counts half
+WORTH_WEIGHT = 0.02  # of the latest step in what a layer's choices save: about the last fifty
 LEAST_LOSS = 1e-6  # of a typical layer: stand-ins that cost nothing need no price
 
 
@@ -32,6 +36,9 @@ class HomeSelector:
     num_columns  K, experts of a token in a layer
     waits_s      expected wait for a call of each host, this node (0) first
     slots_s      what one more slot adds to each host's call
+    drops        whether a slot may be left out, where that loses less than a stand-in does
+    defers       whether replies may come a layer late
+    looks_ahead  whether it counts that the layer after must wait then
     """
 
     def __init__(
@@ -45,8 +52,14 @@ class HomeSelector:
         slots_s: Sequence[float],
         options: Options = NO_OPTIONS,
         to_dominant_only: bool = False,
+        drops: bool = False,
+        defers: bool = False,
+        looks_ahead: bool = True,
     ) -> None:
         self.policy = policy
+        self.drag_per_deviation = losses.drag_per_deviation
+        self._left_out = losses.left_out if drops else None
+        self._late = losses.late if defers else None
         self._decide = POLICIES[policy]
         self._options = options
         self._losses, self._groups = losses, groups
@@ -59,6 +72,8 @@ class HomeSelector:
         self._measured_s = [-np.inf] * len(waits_s)
         self._views: dict[int, LayerView] = {}
         self._host_of: NDArray[np.int32] | None = None
+        self._owed_by: int | None = None
+        self._worth, self._looks_ahead = LayerWorth(), looks_ahead
 
     def placed(self, host_of: NDArray[np.int32]) -> None:
         """Hosts came or went. host_of [L, E] int32: whom this node calls for each expert of each layer of the model."""
@@ -76,23 +91,64 @@ class HomeSelector:
                 self._losses.loss[row],
                 dominant=dominant,
                 power=self._losses.power,
+                left_out=None if self._left_out is None else self._left_out[row],
             )
         return self._views.get(layer)
 
-    def choose(self, layer: int, slots: Slots, peers: Peers | None = None) -> Choice | None:
-        """See `choose.py`. A slot that is dropped gets the id of an expert that is here, so that nobody is called for it.
+    def begin_step(self) -> None:
+        """The first layer of a step comes next."""
+        self._owed_by = None
 
-        peers  instead of what is known of them
+    def choose(self, layer: int, slots: Slots, *, may_defer: bool = False) -> Choice | None:
+        """See `choose.py`. Layers of a step come in order, after `begin_step`. A slot that is dropped gets the id of an
+        expert that is here, so that nobody is called for it.
+
+        may_defer  whether replies of this layer may be added a layer later
         """
         view = self.view(layer)
         if view is None:
             return None
-        choice = self._decide(view, peers or self._peers, slots, self._options)
-        if choice is not None and self._options.drop_loss is not None:
+        options = self._options
+        if self._late is not None:
+            owes = self._owed_by == layer - 1
+            late = self._late[self._row_of[layer]] if may_defer and layer + 1 in self._row_of else None
+            options = options._replace(
+                late=late, waits_anyway=owes, late_s=self._worth.of(layer) if self._looks_ahead else 0.0
+            )
+        choice = self._decide(view, self._peers, slots, options)
+        if self._late is not None and not options.waits_anyway and slots.allowance.any():
+            self._worth.note(layer, self._gain(view, slots, choice) - options.late_s * _is_late(choice))
+        if _is_late(choice):
+            self._owed_by = layer
+        return self._called_here(view, choice)
+
+    def choose_late(
+        self, layer: int, slots: Slots, before: Choice | None, late: Sequence[int]
+    ) -> Choice | None:
+        """The choice for a layer in which some hosts' replies do not come, after a first choice was carried out."""
+        view = self.view(layer)
+        if view is None:
+            return None
+        wait_s = np.zeros_like(self._peers.wait_s)
+        wait_s[list(late)] = wait_s[-1] = FOREVER_S
+        slots = after_choice(view, slots, before)._replace(price=np.zeros(len(slots.price)))
+        return self._decide(view, Peers(wait_s, np.zeros_like(wait_s)), slots, self._options)
+
+    def _called_here(self, view: LayerView, choice: Choice | None) -> Choice | None:
+        if choice is not None and view.left_out is not None:
             here = np.flatnonzero(view.host_of == HERE)
             if len(here):
                 choice.expert_ids[choice.kind == DROPPED] = here[0]
         return choice
+
+    def _gain(self, view: LayerView, slots: Slots, choice: Choice | None) -> float:
+        """Seconds of waiting for each row that a choice saves, beyond what its losses are worth."""
+        if choice is None:
+            return 0.0
+        hosts = view.host_of[slots.expert_ids]
+        wait_s = np.where(hosts == HERE, 0.0, self._peers.wait_s[hosts])
+        saved = float(wait_s.max()) - float(np.where(choice.kind == EXACT, wait_s, 0.0).max())
+        return max(0.0, saved - float(slots.price @ choice.loss) / len(hosts))
 
     @property
     def peers(self) -> Peers:
@@ -120,5 +176,28 @@ class HomeSelector:
         found = np.concatenate(typical) if typical else np.empty(0)
         if not len(found) or not len(waits):
             return 0.0
-        slot_loss = float(np.median(found)) / self._num_columns**self._losses.power
-        return float(np.median(waits)) / max(slot_loss * max(1.0, float(np.mean(num_away))), LEAST_LOSS)
+        share = max(1.0, float(np.mean(num_away))) / self._num_columns  # of the gate weight
+        return float(np.median(waits)) / max(float(np.median(found)) * share**self._losses.power, LEAST_LOSS)
+
+
+class LayerWorth:
+    """What it is worth to a step not to owe anything in a layer: what the choices there have saved, of late.
+
+    Seconds for each row of a step. A step that lets replies come late owes them in the layer after, which must wait then.
+    """
+
+    def __init__(self) -> None:
+        self._saved: dict[int, float] = {}
+
+    def note(self, layer: int, saved_s: float) -> None:
+        """A choice that was free saved so much."""
+        before = self._saved.get(layer, 0.0)
+        self._saved[layer] = before + WORTH_WEIGHT * (max(0.0, saved_s) - before)
+
+    def of(self, layer: int) -> float:
+        """What the next layer saves on average, and so what owing there costs."""
+        return self._saved.get(layer + 1, 0.0)
+
+
+def _is_late(choice: Choice | None) -> bool:
+    return choice is not None and bool((choice.kind == DEFERRED).any())

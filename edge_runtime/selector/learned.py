@@ -14,13 +14,17 @@ from topology.cluster import Cluster
 from topology.grouping import group_experts, quantile_thresholds
 from topology.traits import ExpertTraits, Floats, shares
 
-FREQUENCY, SIMILARITY, MISMATCH, SENSITIVITY, TRANSITIONS = (
+FREQUENCY, SIMILARITY, MISMATCH, SENSITIVITY, TRANSITIONS, TOGETHER = (
     "frequency",
     "similarity",
     "mismatch",
     "sensitivity",
     "transitions",
+    "together",
 )
+
+
+HUGE = 1e9  # of what was never measured: beyond every budget
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,13 @@ class Losses:
     layers       the model's layer of each row
     loss         [M, E, E] float32, relative loss of a token when column j stands in for row i at gate weight 1
     power        with what power of the gate weight a loss grows: 2 where the artifact says what squared deviations cost.
-                 Measured on the demo model, squares foretell the loss of several stand-ins in a token within a third;
-                 taken linearly, from the slots that weigh least, they come to a sixth of what heavy ones cost
+                 Taken linearly, from the slots that weigh least, losses come to a sixth of what heavy ones cost
     near         [M, E, E] bool, whether j is among the half of experts that cost least in place of i
     transitions  [M-1, E, E] float64, share of choices of an expert that are followed by each expert one layer on
+    coherence    how far deviations of different layers point the same way, 0 to 1: of those a and b of a token, 2 * a * b
+                 times this is lost beyond a * a + b * b. 1 where it was not measured: never too little
+    left_out     [M, E] float64, the deviation of leaving an expert out at gate weight 1; None where it was not measured
+    late         [M, E] float64, the same of adding what it gives one layer later; 0 in a last layer
     """
 
     layers: tuple[int, ...]
@@ -41,14 +48,35 @@ class Losses:
     transitions: Floats
     near: NDArray[np.bool_]
     power: float = 1.0
+    coherence: float = 0.0
+    left_out: Floats | None = None
+    late: Floats | None = None
 
     @classmethod
     def of(
-        cls, layers: tuple[int, ...], loss: NDArray[np.float32], transitions: Floats, power: float = 1.0
+        cls,
+        layers: tuple[int, ...],
+        loss: NDArray[np.float32],
+        transitions: Floats,
+        power: float = 1.0,
+        coherence: float = 0.0,
+        left_out: Floats | None = None,
+        late: Floats | None = None,
     ) -> "Losses":
         """With `near` worked out."""
-        rank = np.argsort(np.argsort(loss, axis=2, kind="stable"), axis=2)
-        return cls(layers, loss, transitions, rank <= loss.shape[2] // 2, power)
+        return cls(layers, loss, transitions, nearest(loss), power, coherence, left_out, late)
+
+    @property
+    def drag_per_deviation(self) -> float:
+        """Loss for each unit of deviation, and each unit that a row deviated in layers before."""
+        return 2 * self.coherence if self.power == 2.0 else 0.0
+
+
+def nearest(loss: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """[M, E, E] which half of the experts, and the row's own, cost least in place of each."""
+    rank = np.argsort(np.argsort(loss, axis=2, kind="stable"), axis=2)
+    found: NDArray[np.bool_] = rank <= loss.shape[2] // 2
+    return found
 
 
 def find_artifact(cluster: Cluster, model_hash: str) -> Artifact | None:
@@ -92,14 +120,36 @@ def read_losses(artifact: Artifact) -> Losses | None:
     num_rows, num_experts = mismatch.shape[:2]
     _check_shape(artifact, MISMATCH, mismatch, (num_rows, num_experts, num_experts))
     _check_shape(artifact, SENSITIVITY, sensitivity, (num_rows,))
-    loss = np.maximum(sensitivity, 0.0)[:, None, None] * np.maximum(mismatch, 0.0) ** power
+    sensitivity = np.maximum(sensitivity, 0.0)
+    coherence, late = (1.0 if power == 2.0 else 0.0), None
+    if power == 2.0 and artifact.has(TOGETHER):
+        found = artifact.tensors(TOGETHER)
+        _check_shape(artifact, TOGETHER, found["late"].numpy(), (num_rows,))
+        alone, together = found["factors"].double().tolist()
+        sensitivity, coherence = sensitivity * alone, together / alone
+        late = np.sqrt(np.maximum(found["late"].double().numpy(), 0.0))
+    loss = sensitivity[:, None, None] * np.maximum(mismatch, 0.0) ** power
     loss[~np.isfinite(loss)] = np.inf  # a pair that was never measured costs more than any budget
+    norm = artifact.tensors(MISMATCH).get("norm")
+    left_out = None
+    if norm is not None:
+        lengths = np.nan_to_num(norm.double().numpy(), nan=HUGE, posinf=HUGE)
+        left_out = sensitivity[:, None] ** (1 / power) * lengths
+        late = None if late is None else late[:, None] * lengths
     if artifact.has(TRANSITIONS):
         counts = artifact.tensor(TRANSITIONS, "transitions").double().numpy()
         _check_shape(artifact, TRANSITIONS, counts, (num_rows - 1, num_experts, num_experts))
     else:
         counts = np.zeros((num_rows - 1, num_experts, num_experts))
-    return Losses.of(layers_of(artifact), loss, shares(counts + 1.0), power)
+    return Losses.of(
+        layers_of(artifact),
+        loss.astype(np.float32),
+        shares(counts + 1.0),
+        power,
+        coherence,
+        left_out,
+        late if left_out is not None else None,
+    )
 
 
 def layers_of(artifact: Artifact) -> tuple[int, ...]:

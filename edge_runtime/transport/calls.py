@@ -28,7 +28,7 @@ class Pending(NamedTuple):
 
 
 class PeerCalls:
-    """Fan-out calls of one thread, one at a time: a reply to any other call is stale.
+    """Fan-out calls of one thread, one at a time: a reply to any other call is stale, but for those that `keep` names.
 
     counters  "calls", "stale", "lost", "late", "bad", "refused", "full"
     waits     of the last `receive`: seconds until each outcome was there, and whether it was there before it was asked for
@@ -38,6 +38,16 @@ class PeerCalls:
         self.counters: Counter[str] = Counter()
         self.waits: list[tuple[float, bool]] = []
         self._clock = clock or SystemClock()
+        self._kept: dict[tuple[int, str], Envelope | None] = {}
+
+    def keep(self, pending: Pending) -> None:
+        """Another call is received before this one: set aside what comes of this one meanwhile."""
+        self._kept |= {(pending.call_id, channel.who): None for channel in pending.channels}
+
+    def forget(self, pending: Pending) -> None:
+        """Nobody waits for this call any more."""
+        for channel in pending.channels:
+            self._kept.pop((pending.call_id, channel.who), None)
 
     def send(
         self,
@@ -81,6 +91,9 @@ class PeerCalls:
     def _await(self, pending: Pending, channel: AnyChannel, sent: Sent, until_s: float) -> Outcome | None:
         if not sent:
             return self._not_sent(channel, sent)
+        envelope = self._kept.pop((pending.call_id, channel.who), None)
+        if envelope is not None:
+            return self._outcome(envelope)
         left = until_s - self._clock.now()
         while True:
             was_lost = False
@@ -93,11 +106,12 @@ class PeerCalls:
                 return ProtocolError(f"{channel.who} sent what is not a message: {error}")
             if envelope is not None:
                 if envelope.call_id == pending.call_id:
-                    if type(envelope.message) is Refused:
-                        self.counters["refused"] += 1
-                        return envelope.message.as_error()
-                    return envelope
-                self.counters["stale"] += 1
+                    return self._outcome(envelope)
+                place = (envelope.call_id, channel.who)
+                if place in self._kept:
+                    self._kept[place] = envelope
+                else:
+                    self.counters["stale"] += 1
             elif was_lost:
                 self.counters["lost"] += 1
                 return channel.lost_error()
@@ -110,6 +124,12 @@ class PeerCalls:
                 return DeadlinePassed(
                     f"{channel.who} did not answer call {pending.call_id} within {waited:.3f} s"
                 )
+
+    def _outcome(self, envelope: Envelope) -> Outcome:
+        if type(envelope.message) is Refused:
+            self.counters["refused"] += 1
+            return envelope.message.as_error()
+        return envelope
 
     def _not_sent(self, channel: AnyChannel, sent: Sent) -> Outcome:
         if sent is Sent.FULL:

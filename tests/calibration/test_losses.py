@@ -6,8 +6,9 @@ import torch
 from calibration.exact_model import ExactModel
 from calibration.mismatch import Mismatch
 from calibration.observe import Observation
-from calibration.sections import loss_sections
+from calibration.sections import loss_sections, together_section
 from calibration.sensitivity import Sensitivity
+from calibration.together import SHARES, Together, fit
 from kernels import ops
 from tests.support.calibrating import FAMILIES, exact_model, random_requests, write_family
 from tests.support.tiny_models import read_tensors, write_tensors, write_tiny
@@ -68,6 +69,58 @@ def test_every_layer_answers_to_a_wrong_expert_and_more_to_a_higher_ranked_one(m
     assert (loss > 0).all() and (tensors["sensitivity"] > 0).all()
     assert loss.sum(0).tolist() == sorted(loss.sum(0).tolist())
     assert (tensors["worst"] >= tensors["quadratic"]).all()
+
+
+def together_of(model: ExactModel, mismatch: Mismatch, sensitivity: Sensitivity) -> Together:
+    found = Together(model, REQUESTS, mismatch, sensitivity, seed=1, decode_rows=60)
+    for unit in range(found.num_units):
+        found.run(unit)
+    return found
+
+
+def test_several_stand_ins_are_measured_for_each_share_and_late_replies_for_each_layer(measured):
+    model, _, mismatch, sensitivity = measured
+    found = together_of(model, mismatch, sensitivity)
+    tensors, meta = together_section(found)["together"]
+    assert meta["shares"] == list(SHARES) and tensors["response"].shape == (len(SHARES), 3)
+    alone, together = tensors["factors"].tolist()
+    assert alone > 0 and together >= 0
+    squares, beyond, loss = tensors["response"].unbind(1)
+    assert squares[-1] == squares.max() > 0 and (loss >= 0).all() and (beyond > -1e-9).all()
+    may = [model.may_be_late(layer) for layer in model.moe_layers]
+    assert may[-1] is False and (tensors["late"][torch.tensor(may)] > 0).all()
+    assert (tensors["late"][~torch.tensor(may)] == 0).all()
+    again = together_of(model, mismatch, sensitivity)
+    assert torch.equal(again.response, found.response) and torch.equal(again.late, found.late)
+
+
+def test_the_two_factors_are_found_again_and_never_too_small_where_they_cannot_be():
+    squares, beyond = torch.tensor([0.01, 0.03, 0.1, 0.3]), torch.tensor([0.001, 0.01, 0.1, 1.0])
+    means = torch.stack([squares, beyond, 1.3 * squares + 0.2 * beyond], dim=1).double()
+    assert fit(means) == pytest.approx((1.3, 0.2))
+    falling = torch.stack([squares, beyond, 2.0 * squares - 0.3 * squares * beyond], dim=1).double()
+    alone, together = fit(falling)
+    assert together == 0.0 and (alone * squares >= falling[:, 2] * (1 - 1e-6)).all()
+    assert fit(torch.zeros(4, 3)) == (1.0, 1.0)
+
+
+def test_outputs_that_come_late_change_nothing_but_layers_behind(measured):
+    model = measured[0]
+    if not model.may_be_late(model.moe_layers[0]):
+        pytest.skip("this family does not add its experts to the residual as they are")
+    step, first = model.place(REQUESTS[:2]), model.moe_layers[0]
+
+    def late(share: bool):
+        def look(routed):
+            if routed.layer != first:
+                return None
+            return routed.expert_ids, routed.gate_weights, torch.full(routed.expert_ids.shape, share)
+
+        return look
+
+    exact = model.run(step, lambda routed: None).clone()
+    torch.testing.assert_close(model.run(step, late(False)), exact)
+    assert not torch.allclose(model.run(step, late(True)), exact)
 
 
 def test_experts_that_are_the_same_may_stand_in_for_nothing(tmp_path):

@@ -1,12 +1,13 @@
 """A home whose peers are only said to be: every expert is computed here, and the tables say who holds it."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from edge_runtime.engine.engine import Engine
 from edge_runtime.engine.quality import QualityBooks
-from edge_runtime.model.moe import Beside, LocalExperts, Missing, Slices
-from edge_runtime.selector.choose import NO_OPTIONS, Choice, Options, Slots
+from edge_runtime.model.moe import Beside, LocalExperts, Missing, Owed, Slices
+from edge_runtime.selector.choose import DEFERRED, Choice, Slots
 from edge_runtime.selector.home import HomeSelector
 from edge_runtime.selector.learned import Losses
 from tests.support.engines import Whole, engine_of
@@ -29,11 +30,17 @@ class Elsewhere:
         self.calls = 0
         self._local = LocalExperts(whole.store, "home")
         self._served: np.ndarray | None = None
+        self._late_kind: np.ndarray | None = None
+        self._owed: Owed | None = None
+        self._next: Owed | None = None
+        self.lates = 0
         if selector is not None:
             selector.placed(host_of)
 
     def begin_step(self) -> None:
-        pass
+        self._owed = self._next = self._late_kind = None
+        if self.selector is not None:
+            self.selector.begin_step()
 
     def may_be_replaced(self) -> bool:
         return False
@@ -41,8 +48,16 @@ class Elsewhere:
     def served_by(self) -> np.ndarray | None:
         return self._served
 
-    def choose(self, layer: int, slots: Slots) -> Choice | None:
-        return None if self.selector is None else self.selector.choose(layer, slots)
+    def choose(self, layer: int, slots: Slots, may_defer: bool = False) -> Choice | None:
+        if self.selector is None:
+            return None
+        choice = self.selector.choose(layer, slots, may_defer=may_defer)
+        self._late_kind = None if choice is None or not (choice.kind == DEFERRED).any() else choice.kind
+        return choice
+
+    def take_owed(self) -> Owed | None:
+        found, self._owed, self._next = self._owed, self._next, None
+        return found
 
     def start_price(self) -> float:
         return 0.0 if self.selector is None else self.selector.start_price()
@@ -61,7 +76,14 @@ class Elsewhere:
     ) -> Missing | None:
         self._served = self.host_of[layer][expert_ids.numpy()]
         self.calls += len(np.unique(self._served[self._served > 0]))
-        return self._local.run(layer, x, expert_ids, out, beside, slices)
+        missing = self._local.run(layer, x, expert_ids, out, beside, slices)
+        kind, self._late_kind = self._late_kind, None
+        if kind is not None:
+            slots = torch.from_numpy(np.flatnonzero(kind == DEFERRED))
+            self._next = Owed(slots, out[slots].clone(), None)
+            out[slots] = 0.0
+            self.lates += 1
+        return missing
 
 
 def selector_of(
@@ -71,9 +93,15 @@ def selector_of(
     *,
     policy: str = "live",
     loss: float = 0.02,
-    options: Options = NO_OPTIONS,
+    left_out: float | None = None,
+    late: float | None = None,
+    power: float = 1.0,
+    coherence: float = 0.0,
 ) -> HomeSelector:
-    """A selector for whom every expert is like every other, at about the same loss."""
+    """A selector for whom every expert is like every other, at about the same loss.
+
+    left_out, late  how far a slot deviates that is left out or late; None: that is not done
+    """
     similarity = np.ones((num_layers, num_experts, num_experts))
     groups = group_experts(similarity, frequency_of(num_layers, num_experts), caps=[num_experts] * num_layers)
     losses = loss * (1.5 - 0.5 * similarity_of(num_layers, num_experts)).astype(np.float32)
@@ -81,11 +109,20 @@ def selector_of(
     return HomeSelector(
         policy,
         groups,
-        Losses.of(tuple(range(num_layers)), losses, follows),
+        Losses.of(
+            tuple(range(num_layers)),
+            losses,
+            follows,
+            power,
+            coherence,
+            None if left_out is None else np.full((num_layers, num_experts), left_out),
+            None if late is None else np.full((num_layers, num_experts), late),
+        ),
         num_columns=4,
         waits_s=[0.0] + [WAIT_S] * num_peers,
         slots_s=[0.0] + [1e-5] * num_peers,
-        options=options,
+        drops=left_out is not None,
+        defers=late is not None,
     )
 
 
@@ -99,5 +136,9 @@ def some_elsewhere(num_layers: int, num_experts: int, num_peers: int = 2, share:
 def budget_engine(whole: Whole, port: Elsewhere, **options: object) -> Engine:
     """An engine on that port, with books."""
     engine = engine_of(whole, port=port, **options)
-    engine.books = engine.runner.books = QualityBooks(port.choose, port.start_price)
+    engine.books = engine.runner.books = QualityBooks(
+        port.choose,
+        port.start_price,
+        drag=lambda: port.selector.drag_per_deviation if port.selector is not None else 0.0,
+    )
     return engine

@@ -284,3 +284,19 @@ def test_losses_of_homes_are_counted_anew_once_a_token_came() -> None:
     streams.move("r", "n1")
     streams.tokens(Tokens("r", 0, [5], "x"))
     assert stream.moves == 0
+
+
+def test_what_a_home_says_of_a_ledger_is_for_the_next_home_and_not_for_the_client():
+    streams = Streams()
+    streams.open(Submit("r", prompt="p", credit=9), b"c", "n1")
+    for index, ledger in enumerate(([0.5, 0.1], [], [0.4, 0.3])):
+        (delivery,) = streams.tokens(Tokens("r", index, [7], "x", ledger=ledger))
+        assert delivery.message == Tokens("r", index, [7], "x")
+    streams.lose_home("r", "gone", 1.0)
+    (stream,) = streams.homeless()
+    assert stream.ledger == [0.4, 0.3]
+    again = Streams()
+    again.adopt(StillRunning("r", prompt="p", output_ids=[7, 7, 7], text="xxx", ledger=[0.4, 0.3]), "n1", 5.0)
+    again.lose_home("r", "gone", 6.0)
+    (stream,) = again.homeless()
+    assert stream.ledger == [0.4, 0.3] and stream.submit.ledger == []

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from edge_runtime.cache.prefix import chain_seed
 from edge_runtime.engine.engine import Ended
+from edge_runtime.engine.quality import WAYS, user_of
 from edge_runtime.engine.request import Request, SamplingParams, check_params
 from edge_runtime.errors import RequestError
-from edge_runtime.selector.choose import Options
 from tests.support.elsewhere import Elsewhere, budget_engine, selector_of, some_elsewhere
 from tests.support.engines import Whole, answers_of, engine_of, run_to_end
 
@@ -111,19 +111,40 @@ def test_a_trace_tells_of_each_layer_and_adds_up_to_the_bill(whole):
     for name in "bc":
         trace, bill = ended[name].trace, ended[name].bill
         assert [entry["layer"] for entry in trace] == list(range(6))
-        for way in ("exact_here", "exact_elsewhere", "substituted", "dropped"):
+        for way in WAYS:
             mean = np.mean([entry[way] for entry in trace])
             assert mean == pytest.approx(bill[way], abs=1e-5), "every layer has the same weight"
     assert any(entry["substituted"] > 0 for entry in ended["b"].trace)
 
 
 def test_what_is_dropped_is_on_the_bill_and_nobody_is_called_for_it(whole):
-    dropping = port(whole, options=Options(drop_loss=np.full(32, 1e-6)))
+    dropping = port(whole, left_out=1e-6)
     ended = run(budget_engine(whole, dropping), request("b", 0.5, trace=True))
     bill = ended["b"].bill
     assert bill["dropped"] > 0.1 and bill["substituted"] == 0.0
     assert sum(bill[way] for way in ("exact_here", "exact_elsewhere", "dropped")) == pytest.approx(1.0)
     assert dropping.calls <= 6 * 2, "the prompt's, and none after"
+
+
+def test_what_comes_late_is_on_the_bill_and_costs_little_beside_stand_ins(whole, exact):
+    late = port(whole, late=1e-6, loss=10.0)
+    ended = run(budget_engine(whole, late), request("b", 0.01, tokens=40, trace=True), request("c"))
+    bill, trace = ended["b"].bill, ended["b"].trace
+    assert late.lates > 0 and bill["deferred"] > 0.05 and bill["substituted"] == 0.0
+    assert sum(bill[way] for way in WAYS) == pytest.approx(1.0)
+    assert trace[-1]["deferred"] == 0.0, "behind the last layer there is none"
+    assert 0 < bill["budget_spent"] <= 40 * 0.01
+    assert ended["c"].request.output_ids == exact["c"]
+
+
+def test_what_comes_late_is_added_whole_one_layer_on(whole):
+    """The sum of all outputs is what it was: a model whose next layer does not look at it gives the same."""
+    late, exact_port = port(whole, late=0.0, loss=10.0), Elsewhere(whole, HOSTS, None)
+    found, expected = budget_engine(whole, late), engine_of(whole, port=exact_port)
+    for engine, quality in ((found, 0.01), (expected, "exact")):
+        engine.submit(request("b", quality, tokens=2))
+    ended = [run_to_end(engine)["b"].request.output_ids for engine in (found, expected)]
+    assert ended[0][0] == ended[1][0] and late.lates > 0
 
 
 def test_spendings_go_along_to_another_engine(whole):
@@ -136,6 +157,34 @@ def test_spendings_go_along_to_another_engine(whole):
     ended = run_to_end(new)["b"]
     assert ended.bill["budget_spent"] > spent
     assert new.books.ledgers.of("ann").spent == pytest.approx(ended.bill["budget_spent"])
+
+
+def test_a_request_that_moves_home_goes_on_with_what_it_had_earned_and_spent(whole):
+    """As where the first home is lost: the second one knows the tokens and what the first one said of the ledger."""
+    first, second, other = (budget_engine(whole, port(whole)) for _ in range(3))
+    begun = request("b", 0.05, tokens=60)
+    first.submit(begun)
+    while len(begun.output_ids) < 20:
+        first.step()
+    credit, spent = begun.ledger
+    assert credit == first.books.ledgers.left(user_of(begun)) > 0 and 0 < spent <= 20 * 0.05
+
+    def moved(ledger: tuple[float, float], user: str = "") -> Request:
+        params = SamplingParams(max_tokens=60, ignore_eos=True, quality=0.05)
+        made = Request("b", PROMPTS["b"], params, 0.0, ledger=ledger, user=user)
+        made.output_ids, made.tokens = list(begun.output_ids), list(begun.tokens)
+        return made
+
+    bill = run(second, moved((credit, spent)))["b"].bill
+    assert spent < bill["budget_spent"] <= 60 * 0.05 * (1 + 1e-9)
+    huge = run(other, moved((1e9, spent)))["b"].bill
+    assert huge["budget_spent"] + huge["budget_left"] <= spent + (32 + 40) * 0.05 * (1 + 1e-9), (
+        "as full as one gets"
+    )
+    named = budget_engine(whole, port(whole))
+    assert run(named, moved((credit, spent), user="ann"))["b"].bill["budget_spent"] > spent
+    ledger = named.books.ledgers.of("ann")
+    assert ledger.earned <= 40 * 0.05 * (1 + 1e-9), "a user's other requests may have it elsewhere"
 
 
 @pytest.mark.parametrize("quality", [-0.1, 1.01, 1e300, "best", float("nan")])

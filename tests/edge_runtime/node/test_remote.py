@@ -16,7 +16,7 @@ from edge_runtime.node.expert_service import ExpertService, Residents
 from edge_runtime.node.peer_link import PeerLink
 from edge_runtime.node.remote import PlacedExperts
 from edge_runtime.protocol import ExpertCall, ExpertReply, Hello, PeerAddress, Welcome
-from edge_runtime.selector.choose import Slots
+from edge_runtime.selector.choose import DEFERRED, Slots
 from edge_runtime.selector.home import HomeSelector
 from edge_runtime.transport.endpoint import Server
 from tests.support.decoders import all_experts
@@ -404,3 +404,72 @@ def test_a_host_refuses_slices_that_do_not_exist(whole):
         missing = placed.run(2, x, ids, out, None, wrong)
         assert missing is not None and "slices outside 0 to 15" in missing.why
         assert service.counters.refused == 1
+
+
+class TestWhatComesALayerLate:
+    @staticmethod
+    def begin(placed: PlacedExperts) -> tuple[numpy.ndarray, torch.Tensor]:
+        """A step in which all that is elsewhere of layer 2 is late: which slots that is, and what came at once."""
+        placed.begin_step()
+        x, ids = rows()
+        choice = placed.choose(2, slots_of(ids, allowance=1.0), may_defer=True)
+        late = (choice.kind == DEFERRED).reshape(-1)
+        assert (late == (ids.numpy().reshape(-1) >= 16)).all()
+        out = torch.full((20, 256), torch.nan)
+        assert placed.run(2, x, ids, out) is None and placed.take_owed() is None
+        return late, out
+
+    @staticmethod
+    def end(placed: PlacedExperts):
+        """The layer after, all of it exact, and what is owed then."""
+        x, ids = rows(seed=1)
+        assert placed.choose(3, slots_of(ids, allowance=1.0), may_defer=True) is None, "it waits anyway"
+        out = torch.full((20, 256), torch.nan)
+        missing = placed.run(3, x, ids, out)
+        return missing, out, placed.take_owed()
+
+    def test_has_the_bits_of_what_comes_at_once(self, whole, truth):
+        selector = selector_of(6, 32, 1, late=1e-6, loss=10.0)
+        with host(whole, "n1") as (_, one), home(whole, one, selector=selector, own=range(16)) as placed:
+            for _ in range(3):
+                late, out = self.begin(placed)
+                assert (out[late] == 0).all() and torch.equal(out[~late], truth[~late])
+                missing, after, owed = self.end(placed)
+                assert missing is None and owed.missing is None and after.isfinite().all()
+                assert owed.slots.tolist() == numpy.flatnonzero(late).tolist() or set(
+                    owed.slots.tolist()
+                ) == set(numpy.flatnonzero(late).tolist())
+                assert torch.equal(owed.outputs, truth[owed.slots])
+                assert placed.take_owed() is None
+            assert placed.traffic["n1"].calls == 6 and not placed._calls.counters["stale"]
+
+    def test_comes_from_a_replica_where_its_host_goes_away(self, whole, truth):
+        selector = selector_of(6, 32, 2, late=1e-6, loss=10.0)
+        with (
+            liar("n1", lambda x, pairs: numpy.full((len(pairs), 256), numpy.nan, numpy.float32)) as (_, one),
+            host(whole, "n2") as (_, two),
+            home(whole, one, two, selector=selector, own=range(16)) as placed,
+        ):
+            late, _ = self.begin(placed)
+            _, _, owed = self.end(placed)
+            assert owed.missing is None and len(owed.slots) == late.sum()
+            assert torch.equal(owed.outputs, truth[owed.slots])
+
+    def test_is_missing_by_node_where_nobody_has_it(self, whole):
+        selector = selector_of(6, 32, 1, late=1e-6, loss=10.0)
+        with (
+            liar("n1", lambda x, pairs: None) as (_, one),
+            home(whole, one, selector=selector, own=range(16), deadline_s=0.6) as placed,
+        ):
+            late, _ = self.begin(placed)
+            _, _, owed = self.end(placed)
+            assert len(owed.missing.slots) == late.sum() and "n1" in owed.missing.why
+
+    def test_is_forgotten_with_a_step_that_ends_early(self, whole, truth):
+        selector = selector_of(6, 32, 1, late=1e-6, loss=10.0)
+        with host(whole, "n1") as (_, one), home(whole, one, selector=selector, own=range(16)) as placed:
+            self.begin(placed)
+            placed.begin_step()
+            assert placed.take_owed() is None
+            missing, out = run(placed)
+            assert missing is None and torch.equal(out, truth)

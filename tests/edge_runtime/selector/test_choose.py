@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from edge_runtime.selector.candidates import LayerView, layer_view
 from edge_runtime.selector.choose import (
+    DEFERRED,
     DROPPED,
     EXACT,
     FOREVER_S,
@@ -15,6 +16,7 @@ from edge_runtime.selector.choose import (
     Options,
     Peers,
     Slots,
+    after_choice,
     choose_exact,
     choose_live,
     choose_paper,
@@ -29,8 +31,20 @@ def losses(num_experts: int = 6, default: float = 0.1) -> np.ndarray:
     return table
 
 
-def view(hosts: list[int], together: np.ndarray = ALL_TOGETHER, loss: np.ndarray | None = None) -> LayerView:
-    return layer_view(np.array(hosts, dtype=np.int32), together, losses() if loss is None else loss)
+def view(
+    hosts: list[int],
+    together: np.ndarray = ALL_TOGETHER,
+    loss: np.ndarray | None = None,
+    left_out: float | None = None,
+    power: float = 1.0,
+) -> LayerView:
+    return layer_view(
+        np.array(hosts, dtype=np.int32),
+        together,
+        losses() if loss is None else loss,
+        left_out=None if left_out is None else np.full(len(hosts), left_out),
+        power=power,
+    )
 
 
 def slots(ids, weights=None, logits=None, allowance=1.0, price=1.0) -> Slots:
@@ -132,6 +146,62 @@ class TestLive:
         assert choice.kind.tolist() == [[STAND_IN, EXACT]]
 
 
+class TestDeviationsAddUp:
+    def test_slots_of_a_row_deviate_the_same_way(self):
+        both = slots([[2, 4]], weights=[[0.3, 0.7]])
+        choice = choose_live(view(HOSTS, power=2.0), peers(1.0, 1.0), both)
+        assert choice.loss == pytest.approx([0.1]) and choice.deviation == pytest.approx([0.1**0.5])
+
+    def test_what_a_row_deviates_already_makes_more_of_it_dearer(self):
+        one = slots([[2, 0]])
+        for drag, loss in ((0.0, 0.1 * 0.25), (2.0, 0.1 * 0.25 + 2.0 * 0.1**0.5 * 0.5)):
+            choice = choose_live(view(HOSTS, power=2.0), peers(1.0, 1.0), one._replace(drag=np.array([drag])))
+            assert choice.loss == pytest.approx([loss])
+
+    def test_a_second_choice_in_a_layer_adds_to_the_first(self):
+        squares = view(HOSTS, power=2.0)
+        first = choose_live(squares, peers(1.0, 0.0), slots([[2, 4]]))
+        after = after_choice(squares, slots([[2, 4]]), first)
+        second = choose_live(squares, peers(0.0, 1.0), after)
+        assert second.kind.tolist() == [[EXACT, STAND_IN]]
+        both = choose_live(squares, peers(1.0, 1.0), slots([[2, 4]]))
+        assert first.loss + second.loss == pytest.approx(both.loss)
+        assert after.allowance == pytest.approx(1.0 - first.loss)
+
+
+class TestLate:
+    MAY = Options(late=np.full(6, 0.01))
+
+    def test_replies_come_late_where_that_loses_less_than_stand_ins(self):
+        choice = choose_live(view(HOSTS), peers(0.4, 0.4), slots([[2, 0], [4, 1]]), self.MAY)
+        assert choice.kind.tolist() == [[DEFERRED, EXACT]] * 2 and choice.expert_ids.tolist() == [
+            [2, 0],
+            [4, 1],
+        ]
+        assert choice.loss == pytest.approx([0.005] * 2) and not choice.deviation.any()
+
+    def test_a_row_whose_stand_in_loses_less_uses_it(self):
+        loss = losses()
+        loss[4, :2] = 0.001
+        choice = choose_live(view(HOSTS, loss=loss), peers(0.4, 0.4), slots([[2, 0], [4, 1]]), self.MAY)
+        assert choice.kind.tolist() == [[DEFERRED, EXACT], [STAND_IN, EXACT]]
+
+    def test_who_is_exact_is_waited_for_and_what_that_peer_gives_is_not_late(self):
+        some = slots([[2, 0], [3, 4]], allowance=[0.0, 1.0])
+        choice = choose_live(view(HOSTS), peers(0.1, 0.4), some, self.MAY)
+        assert choice.kind.tolist() == [[EXACT, EXACT], [EXACT, DEFERRED]]
+        assert choose_live(view(HOSTS), peers(0.4, 0.1), some, self.MAY) is None, "it saves no waiting"
+
+    def test_nothing_is_late_nor_stands_in_where_the_step_waits_anyway(self):
+        waits = self.MAY._replace(waits_anyway=True)
+        assert choose_live(view(HOSTS), peers(0.4, 0.4), slots([[2, 0]]), waits) is None
+
+    def test_what_owing_costs_the_next_layer_counts(self):
+        dear = self.MAY._replace(late_s=0.5)
+        choice = choose_live(view(HOSTS), peers(0.4, 0.4), slots([[2, 0]]), dear)
+        assert choice.kind.tolist() == [[STAND_IN, EXACT]]
+
+
 class TestPaper:
     def test_each_slot_takes_the_closest_where_its_loss_is_worth_less_than_its_wait(self):
         loss = losses()
@@ -160,11 +230,10 @@ class TestPaper:
 
 class TestOptions:
     def test_leaving_out_is_one_more_candidate_where_it_is_allowed(self):
-        cheap = Options(drop_loss=np.full(6, 0.01))
-        choice = choose_live(view(HOSTS), peers(0.4, 0.4), slots([[2, 0]]), cheap)
+        choice = choose_live(view(HOSTS, left_out=0.01), peers(0.4, 0.4), slots([[2, 0]]))
         assert choice.kind.tolist() == [[DROPPED, EXACT]] and choice.expert_ids.tolist() == [[2, 0]]
-        dear = Options(drop_loss=np.full(6, 0.2))
-        assert choose_live(view(HOSTS), peers(0.4, 0.4), slots([[2, 0]]), dear).kind[0, 0] == STAND_IN
+        choice = choose_live(view(HOSTS, left_out=0.2), peers(0.4, 0.4), slots([[2, 0]]))
+        assert choice.kind[0, 0] == STAND_IN
 
     def test_the_heaviest_slots_can_be_kept_exact(self):
         both = slots([[2, 3]], weights=[[0.3, 0.7]])
@@ -186,7 +255,14 @@ def situations(draw: st.DrawFn):
     group = generator.integers(0, 3, num_experts)
     loss = generator.uniform(0, 0.2, (num_experts, num_experts)).astype(np.float32)
     loss[generator.random(loss.shape) < 0.1] = np.inf
-    found = layer_view(hosts, group[:, None] == group[None, :], loss)
+    power = draw(st.sampled_from([1.0, 2.0]))
+    found = layer_view(
+        hosts,
+        group[:, None] == group[None, :],
+        loss,
+        power=power,
+        left_out=generator.uniform(0, 0.3, num_experts) if draw(st.booleans()) else None,
+    )
     ids = np.stack([generator.permutation(num_experts)[:num_columns] for _ in range(num_rows)]).astype(
         np.int32
     )
@@ -197,8 +273,13 @@ def situations(draw: st.DrawFn):
     logits = generator.normal(size=(num_rows, num_experts)).astype(np.float32)
     waits = np.array([0.0, *generator.uniform(0, 0.05, num_peers), FOREVER_S])
     slot_s = np.array([0.0, *generator.uniform(0, 0.001, num_peers), 0.0])
-    options = Options(drop_loss=generator.uniform(0, 0.3, num_experts)) if draw(st.booleans()) else Options()
-    return found, Peers(waits, slot_s), Slots(ids, weights, logits, allowance, price), options
+    drag = generator.uniform(0, 0.5, num_rows) if power == 2.0 else None
+    options = Options(
+        late=generator.uniform(0, 0.1, num_experts) if draw(st.booleans()) else None,
+        late_s=draw(st.sampled_from([0.0, 0.01])),
+        waits_anyway=draw(st.booleans()),
+    )
+    return found, Peers(waits, slot_s), Slots(ids, weights, logits, allowance, price, drag), options
 
 
 @given(situations(), st.sampled_from(sorted(POLICIES)))
@@ -210,13 +291,23 @@ def test_no_choice_spends_more_than_a_row_may_or_touches_what_is_here(situation,
     if choice is None:
         return
     assert (choice.loss <= asked.allowance * (1 + 1e-9)).all() and (choice.loss >= 0).all()
-    swapped, dropped = choice.kind == STAND_IN, choice.kind == DROPPED
+    kinds = (STAND_IN, DROPPED, DEFERRED)
+    swapped, dropped, late = (choice.kind == kind for kind in kinds)
     assert (choice.expert_ids[~swapped] == before[~swapped]).all()
-    assert (found.host_of[before[swapped | dropped]] != 0).all(), "what is here is never swapped"
+    assert (found.host_of[before[choice.kind != EXACT]] != 0).all(), "what is here is never swapped"
     assert found.may_stand[before[swapped], choice.expert_ids[swapped]].all()
-    unit = np.where(dropped, 0 if options.drop_loss is None else options.drop_loss[before], 0.0)
-    unit = np.where(swapped, found.loss[before, choice.expert_ids], unit)
-    assert choice.loss == pytest.approx((unit * asked.gate_weights).sum(axis=1), rel=1e-5, abs=1e-9)
+    root = found.loss.astype(float) ** (1 / found.power)
+    unit = np.where(dropped, 0.0 if found.left_out is None else found.left_out[before], 0.0)
+    unit = np.where(swapped, root[before, choice.expert_ids], unit)
+    off = (unit * asked.gate_weights).sum(axis=1)
+    behind = np.where(late, 0.0 if options.late is None else options.late[before], 0.0) * asked.gate_weights
+    drag = 0.0 if asked.drag is None else asked.drag
+    loss = off**found.power + drag * off + behind.sum(axis=1) ** found.power
+    assert choice.deviation == pytest.approx(off, rel=1e-5, abs=1e-9)
+    assert choice.loss == pytest.approx(loss, rel=1e-5, abs=1e-9)
+    if late.any():
+        hosts = found.host_of[before]
+        assert not options.waits_anyway and not np.isin(hosts[late], hosts[choice.kind == EXACT]).any()
     if policy == "live":
         rows = [set(row) for row in choice.expert_ids.tolist()]
         assert all(len(row) == before.shape[1] for row in rows), "no two slots of a row at one expert"

@@ -42,6 +42,21 @@ def test_losses_grow_with_the_square_where_squares_were_measured(artifact):
     assert squared.loss[1] == pytest.approx(0.2 * mismatch[1] ** 2)
 
 
+def test_several_stand_ins_cost_what_was_measured_and_the_most_there_is_where_it_was_not(artifact):
+    sensitivity = {"sensitivity": torch.ones(3), "quadratic": torch.tensor([0.1, 0.2, 0.3])}
+    write_section(artifact.folder, "sensitivity", sensitivity, model_hash=HASH)
+    mismatch, norm = artifact.tensor("mismatch", "mismatch"), torch.full((3, 6), 0.5)
+    write_section(artifact.folder, "mismatch", {"mismatch": mismatch, "norm": norm}, model_hash=HASH)
+    before = read_losses(Artifact.open(artifact.folder))
+    assert before.coherence == 1.0 and before.drag_per_deviation == 2.0 and before.late is None
+    found = {"factors": torch.tensor([1.25, 0.25]), "late": torch.tensor([0.04, 0.01, 0.0])}
+    write_section(artifact.folder, "together", found, model_hash=HASH)
+    after = read_losses(Artifact.open(artifact.folder))
+    assert after.loss == pytest.approx(1.25 * before.loss) and after.coherence == pytest.approx(0.2)
+    assert after.late == pytest.approx(np.repeat([[0.1], [0.05], [0.0]], 6, axis=1))
+    assert after.left_out[1] == pytest.approx(np.full(6, 0.5 * (1.25 * 0.2) ** 0.5))
+
+
 def test_a_cluster_finds_the_artifact_in_its_models_folder_or_by_name(tmp_path):
     write_artifact(tmp_path / "calibration", HASH, LAYERS, 6)
     write_artifact(tmp_path / "elsewhere", HASH, LAYERS, 6, seed=1)
