@@ -3,9 +3,10 @@
 LANES = 16  # outputs per panel: one AVX-512 register of float32
 KV_BLOCK_TOKENS = 16  # tokens per block of keys and values
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+BF16X2 = "bfloat16x2"  # stands in memory as bfloat16 does
 GROUP = 32  # inputs that share a scale in int4 and mxfp4
 GROUPS_PER_SCALES = {"int4": 2, "mxfp4": 4}  # groups whose scales fill one line of 64 bytes
-FORMATS = (*ITEM_BYTES, "int8", *GROUPS_PER_SCALES)
+FORMATS = (*ITEM_BYTES, BF16X2, "int8", *GROUPS_PER_SCALES)
 
 
 def _panel_bytes(K: int, format: str | int) -> int:
@@ -15,7 +16,7 @@ def _panel_bytes(K: int, format: str | int) -> int:
     if format in GROUPS_PER_SCALES:
         groups = -(-K // GROUP)
         return groups * GROUP * LANES // 2 + -(-groups // GROUPS_PER_SCALES[str(format)]) * 64
-    itemsize = format if isinstance(format, int) else ITEM_BYTES[format]
+    itemsize = format if isinstance(format, int) else ITEM_BYTES["bfloat16" if format == BF16X2 else format]
     return LANES * (K + K % 2) * itemsize
 
 

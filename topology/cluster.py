@@ -14,7 +14,7 @@ from topology.ids import ExpertId
 PREFILL, DECODE, EXPERTS = "prefill", "decode", "experts"
 ROLES = (PREFILL, DECODE, EXPERTS)
 DEVICES = ("cpu",)
-WEIGHT_FORMATS = ("as_stored", "bfloat16", "float16", "float32", "int8", "int4", "mxfp4")
+WEIGHT_FORMATS = ("as_stored", "bfloat16", "bfloat16x2", "float16", "float32", "int8", "int4", "mxfp4")
 PLANS = ("home", "solo", "stages", "auto")
 """How requests may live: every decode node a home of all layers with remote experts; one that holds everything; layers
 split over several homes; or whatever is predicted to be fastest."""

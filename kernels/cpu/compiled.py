@@ -17,7 +17,7 @@ from kernels.reference.grouped_ffn import Biases
 NAME = "native"
 CHECKS = True
 FORMATS = dict.fromkeys(("linear", "embed", "grouped_ffn"), ALL_FORMATS)
-CODES = {"bfloat16": 0, "float16": 1, "float32": 2, "int8": 3, "int4": 4, "mxfp4": 5}  # table.h
+CODES = {"bfloat16": 0, "float16": 1, "float32": 2, "int8": 3, "int4": 4, "mxfp4": 5, "bfloat16x2": 6}  # table.h
 
 new_bank = _native.Bank
 _native.find_torch(torch, True)
@@ -28,6 +28,8 @@ def _fill(panels: _native.PackedPanels, first: int, weight: Weight, format: str)
     encoded = encode(weight, format)
     if isinstance(encoded, Tensor):
         panels.fill(first, encoded.data_ptr(), len(encoded))
+    elif encoded.format == "bfloat16x2":
+        panels.fill(first, encoded.values.data_ptr(), len(encoded.values))
     else:
         panels.fill_codes(first, encoded.values.data_ptr(), encoded.scales.data_ptr(), encoded.shape[0])
 

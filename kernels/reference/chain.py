@@ -4,21 +4,13 @@ import torch
 from torch import Tensor
 
 from kernels.packing import GROUP
-from kernels.reference import int4, mxfp4
+from kernels.reference import bfloat16x2, int4, mxfp4
 from kernels.reference.formats import Codes
 from kernels.reference.integers import whole_rows
+from kernels.reference.rounding import fma
 
 INT8_BLOCK = 256
 """Inputs whose products with int8 codes add up to less than 2^31."""
-
-
-def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c of float32 tensors, rounded once to float32.
-
-    The product is exact in float64 and the sum nearly: where float64 rounds it onto the middle between two
-    float32 values, the second rounding may go the other way, about once in 2^29 steps.
-    """
-    return (a.double() * b.double() + c.double()).float()
 
 
 def chain(x: Tensor, weight: Tensor) -> Tensor:
@@ -33,6 +25,7 @@ def product(x: Tensor, weight: Tensor | Codes) -> Tensor:
     """x [T, K] times an encoded weight [N, K] transposed: [T, N], the order of its sums as the format defines it.
 
     floats       one chain over k
+    bfloat16x2   rows in two terms (bfloat16x2.py), their sums as processors with matrix registers form them
     codes        with rows as whole numbers (integers.py), whose products with codes add up exactly:
     int8         the sum of each 256 inputs, rounded once; these added one after another; times (output's scale * row's)
     int4, mxfp4  the sum of each group of 32; a chain of scale times that over the groups; times the row's scale
@@ -40,6 +33,8 @@ def product(x: Tensor, weight: Tensor | Codes) -> Tensor:
     """
     if isinstance(weight, Tensor):
         return chain(x, weight.float())
+    if weight.format == "bfloat16x2":
+        return bfloat16x2.product(x, weight.values)
     if weight.format == "int4":
         return whole_product(x, weight)
     if weight.format == "mxfp4":

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kernels.packing import FORMATS, ITEM_BYTES
-from kernels.reference import int4, int8, mxfp4
+from kernels.reference import bfloat16x2, int4, int8, mxfp4
 
 BLOCK_VALUES = 1 << 18  # quantised at a time: 1 MiB in float32, so that the passes over it stay in the cache
 
-QUANTISERS = {"int8": int8, "int4": int4, "mxfp4": mxfp4}
+QUANTISERS = {"bfloat16x2": bfloat16x2, "int8": int8, "int4": int4, "mxfp4": mxfp4}
 
 
 class MXFP4(NamedTuple):
@@ -34,11 +34,11 @@ class Codes(NamedTuple):
     """A quantised weight [N, K]."""
 
     format: str
-    """`int8`, `int4` or `mxfp4`"""
+    """`bfloat16x2`, `int8`, `int4` or `mxfp4`"""
     values: Tensor
-    """int8 [N, K], or uint8 [N, groups, 16]"""
+    """bfloat16 or int8 [N, K], or uint8 [N, groups, 16]"""
     scales: Tensor
-    """float32 [N], float16 [N, groups], or uint8 [N, groups]"""
+    """none [N, 0], float32 [N], float16 [N, groups], or uint8 [N, groups]"""
     num_inputs: int
 
     @property

@@ -12,7 +12,7 @@ from kernels.reference.grouped_ffn import PlainBank, Product, grouped_ffn, inner
 
 GroupedFfn = Callable[[Tensor, Tensor, Tensor, PlainBank, Tensor], None]
 
-COLUMNS_TOGETHER = {"int8": 4, "int4": GROUP, "mxfp4": GROUP}
+COLUMNS_TOGETHER = {"bfloat16x2": 2, "int8": 4, "int4": GROUP, "mxfp4": GROUP}
 """Inputs of a weight that are stored together, by format of codes."""
 
 
@@ -92,7 +92,7 @@ def columns(weight: Tensor | Codes, begin: int, stop: int) -> Tensor | Codes:
     """Columns [begin, stop) of a weight; of codes, multiples of COLUMNS_TOGETHER or the last."""
     if isinstance(weight, Tensor):
         return weight[:, begin:stop]
-    if weight.format == "int8":
+    if weight.format in ("int8", "bfloat16x2"):
         return weight._replace(values=weight.values[:, begin:stop], num_inputs=stop - begin)
     groups = slice(begin // GROUP, -(-stop // GROUP))
     return weight._replace(

@@ -10,6 +10,7 @@ from kernels.reference.formats import decode, encode
 from kernels.reference.integers import LARGEST
 
 QUANTISED = ("int8", "int4", "mxfp4")
+DEFINED = (*QUANTISED, "bfloat16x2")  # whose sums are defined by more than a chain
 SHAPES = [(1, 1, 1), (7, 17, 33), (8, 48, 64), (20, 200, 96), (9, 40, 200), (2, 130, 1024), (0, 16, 40)]
 E8M0_NAN = 255
 
@@ -32,7 +33,7 @@ def on_every_isa(call):
         backends.use_isa(best)
 
 
-@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("format", DEFINED)
 @pytest.mark.parametrize("T, N, K", SHAPES)
 def test_linear_agrees_with_the_reference(backend, by_reference, random, T, N, K, format):
     x, weight = random(T, K), random(N, K, scale=K**-0.5).bfloat16()
@@ -40,7 +41,7 @@ def test_linear_agrees_with_the_reference(backend, by_reference, random, T, N, K
     torch.testing.assert_close(ops.linear(x, ops.pack_linear(weight, format=format)), expected)
 
 
-@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("format", DEFINED)
 @pytest.mark.parametrize("T", [*range(1, 10), 17, 40])
 @pytest.mark.parametrize("K", [50, 96, 133])
 def test_native_linear_is_the_defined_sum_bit_by_bit(native, by_reference, random, T, K, format):
@@ -51,10 +52,12 @@ def test_native_linear_is_the_defined_sum_bit_by_bit(native, by_reference, rando
     assert torch.equal(ops.linear(x, w, out=residual.clone(), add=True), residual + expected)
 
 
-@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("format", DEFINED)
 @pytest.mark.parametrize("T, N, K", [(1, 130, 64), (2, 40, 33), (3, 90, 20), (7, 70, 96), (40, 100, 133)])
 def test_linear_has_the_same_bits_on_every_isa(native, random, T, N, K, format):
     x, w = random(T, K), ops.pack_linear(random(N, K), format=format)
+    x[0] *= 1e-36  # products below the smallest normal number
+    x[0, ::3] *= 1e-4
     expected = ops.linear(x, w)
     for isa, found in on_every_isa(lambda: ops.linear(x, w)):
         assert torch.equal(found, expected), isa
@@ -112,7 +115,7 @@ def test_no_sum_of_codes_overflows(native, by_reference, format):
     torch.testing.assert_close(expected, x @ weight.T, rtol=1e-3, atol=0.5)
 
 
-@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("format", DEFINED)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_gives_nothing_finite_and_leaves_the_others(backend, random, format, poison):
     x, w = random(7, 40), ops.pack_linear(random(20, 40), format=format)
@@ -138,7 +141,7 @@ def test_rows_of_any_size_are_multiplied_and_rows_of_nothing_give_zeros(
     assert found[2:5].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("format", DEFINED)
 def test_a_row_is_the_same_in_any_batch(backend, random, format):
     x, w = random(70, 100), ops.pack_linear(random(150, 100), format=format)
     together = ops.linear(x, w)
@@ -146,7 +149,7 @@ def test_a_row_is_the_same_in_any_batch(backend, random, format):
         assert torch.equal(ops.linear(x[rows], w), together[rows])
 
 
-@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("format", DEFINED)
 @pytest.mark.parametrize("D, F", [(33, 17), (64, 96)])
 def test_grouped_ffn_agrees_with_the_reference(backend, by_reference, random, D, F, format):
     three = [(random(F, D), random(F, D), random(D, F)) for _ in range(3)]
@@ -170,6 +173,23 @@ def test_packed_bytes_are_the_planned_ones(native, N, K, format):
     assert w.nbytes == w.handle.nbytes == packed_linear_bytes(N, K, format)
     expert = ops.pack_expert(torch.zeros(N, K), torch.zeros(N, K), torch.zeros(K, N), format=format)
     assert expert.nbytes == expert.handle.nbytes == packed_expert_bytes(K, N, format)
+
+
+def test_rows_of_two_terms_keep_sixteen_bits(backend, random):
+    x, weight = random(30, 512), random(64, 512).bfloat16()
+    true = x.double() @ weight.double().T
+    of_terms = (ops.linear(x, ops.pack_linear(weight, format="bfloat16x2")) - true).abs()
+    assert (of_terms <= 2.0**-16 * (x.abs().double() @ weight.abs().double().T)).all()
+
+
+def test_the_sums_of_two_terms_are_those_that_the_reference_writes_out(native, by_reference, random):
+    """Small numbers among large ones, whole blocks and a rest, and what is too small to count."""
+    x, weight = random(5, 75), random(20, 75)
+    x[0, :7] = torch.tensor([1e-41, 1e-38, -1e-38, 3e-39, 1e30, -1e30, 1e-30])
+    x[1] *= 1e-30
+    weight[2] *= 1e-9
+    expected = by_reference(lambda: ops.linear(x, ops.pack_linear(weight, format="bfloat16x2")))
+    assert torch.equal(ops.linear(x, ops.pack_linear(weight, format="bfloat16x2")), expected)
 
 
 def test_bits_per_value_are_what_the_formats_promise():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kernels import ops, slices
 from kernels.reference.choose_slices import choose_slices as plain_choice
 
-FORMATS = ["float32", "bfloat16", "float16", "int8", "int4", "mxfp4"]
+FORMATS = ["float32", "bfloat16", "bfloat16x2", "float16", "int8", "int4", "mxfp4"]
 ACTIVATIONS = {
     "swiglu": {},
     "geglu_tanh": {"activation": "geglu_tanh"},

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kernels.reference.bfloat16x2 import terms
 from kernels.reference.chain import rest
 from kernels.reference.formats import Codes, decode
 from kernels.reference.integers import whole_rows
@@ -35,6 +36,9 @@ def product(x: Tensor, weight: Tensor | Codes) -> Tensor:
     if not isinstance(weight, Codes):
         return float_product(x, weight.float())
     wide = decode(weight)
+    if weight.format == "bfloat16x2":
+        first, second = terms(x)
+        return float_product(first, wide).add_(float_product(second, wide))
     finished = whole_product(x, wide)
     return finished.add_(whole_product(rest(x), wide)) if weight.format == "mxfp4" else finished
 

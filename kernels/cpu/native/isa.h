@@ -33,10 +33,10 @@ inline bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vn
 #if defined(EDGE_HAS_AMX)
 // Linux lets a process use tile registers once it has asked; a kernel, a container or a machine may refuse.
 inline bool has_amx() {
-    constexpr unsigned TILES = 1u << 24, INT8 = 1u << 25;
+    constexpr unsigned NEEDED = 1u << 22 | 1u << 24 | 1u << 25;  // products of bfloat16, tiles, products of int8
     constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     unsigned a, b, c, d;
-    if (!has_vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES) == 0 || (d & INT8) == 0) return false;
+    if (!has_vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & NEEDED) != 0) return false;
     return syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
 }
 #endif

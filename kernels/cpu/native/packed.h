@@ -119,7 +119,8 @@ class PackedPanels {
     // Byte of a panel where column k of its first row lies; in int4 and mxfp4 dword k, which is eight columns.
     int64_t column(int64_t k) const {
         switch (view_.format) {
-            case BF16: return k / 2 * 64 + k % 2 * 2;
+            case BF16:
+            case BF16X2: return k / 2 * 64 + k % 2 * 2;
             case F16: return k * 32;
             case F32: return k * 64;
             case Q8: return 64 + k / 4 * 64 + k % 4;
@@ -173,7 +174,8 @@ class PackedPanels {
 
     float value(int64_t n, int64_t k) const {
         switch (view_.format) {
-            case BF16: return as_float(uint32_t(item<uint16_t>(place(n, k))) << 16);
+            case BF16:
+            case BF16X2: return as_float(uint32_t(item<uint16_t>(place(n, k))) << 16);
             case F16: return as_float(float16_bits(item<uint16_t>(place(n, k))));
             case F32: return item<float>(place(n, k));
             case Q8: return float(int(item<uint8_t>(place(n, k))) - 128) * item<float>(scale_at(n, 0));

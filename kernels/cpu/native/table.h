@@ -8,7 +8,7 @@
 
 namespace edge {
 
-enum Format : int { BF16 = 0, F16 = 1, F32 = 2, Q8 = 3, Q4 = 4, MXFP4 = 5 };  // Q8, Q4: int8, int4
+enum Format : int { BF16 = 0, F16 = 1, F32 = 2, Q8 = 3, Q4 = 4, MXFP4 = 5, BF16X2 = 6 };  // Q8, Q4: int8, int4
 
 constexpr int64_t GROUP = 32;  // inputs that share a scale in int4 and mxfp4
 // The bytes of one group of a panel: 4 times 16 dwords. A dword is eight inputs of one output: the low halves of its bytes
@@ -17,7 +17,7 @@ constexpr int64_t GROUP_BYTES = 256;
 
 // A weight [num_outputs, num_inputs] as panels of 16 outputs:
 //   float16, float32  [K up to even][16]
-//   bfloat16          [K up to even / 2][16][2]
+//   bfloat16          [K up to even / 2][16][2], for bfloat16x2 too
 //   int8              [16] float32 scales, [K up to a multiple of 4 / 4][16][4] codes plus 128
 //   int4              for every 2 groups: [2][16] float16 scales, then the groups, codes plus 8
 //   mxfp4             for every 4 groups: [4][16] exponents of one byte, then the groups
