@@ -17,7 +17,15 @@ from kernels.reference.grouped_ffn import Biases
 NAME = "native"
 CHECKS = True
 FORMATS = dict.fromkeys(("linear", "embed", "grouped_ffn"), ALL_FORMATS)
-CODES = {"bfloat16": 0, "float16": 1, "float32": 2, "int8": 3, "int4": 4, "mxfp4": 5, "bfloat16x2": 6}  # table.h
+CODES = {
+    "bfloat16": 0,
+    "float16": 1,
+    "float32": 2,
+    "int8": 3,
+    "int4": 4,
+    "mxfp4": 5,
+    "bfloat16x2": 6,
+}  # table.h
 
 new_bank = _native.Bank
 _native.find_torch(torch, True)

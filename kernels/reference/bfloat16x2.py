@@ -50,4 +50,3 @@ def term_sum(term: Tensor, weight: Tensor) -> Tensor:
             sums[k % 2] = flush(fma(term[:, k, None], weight[None, :, k], sums[k % 2]))
         total = flush(total + flush(sums[0] + sums[1]))
     return total
-
