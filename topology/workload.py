@@ -12,6 +12,8 @@ from topology.step_time import DEFAULT_CONTEXT_TOKENS, GroupPrediction
 LATENCY, THROUGHPUT = "latency", "throughput"
 OBJECTIVES = (LATENCY, THROUGHPUT)
 
+WAKES = 3.0  # threads that a message wakes where it comes in, and on its way out: socket, worker, socket
+
 Predict = Callable[[GroupPlan, int], GroupPrediction]
 
 
@@ -134,9 +136,16 @@ def _turn(seconds: float, num_batches: int, prediction: GroupPrediction, machine
         machine = machines.host(node)
         work[machine] = work.get(machine, 0.0) + num_batches * part
         by_process.setdefault(machine, {})[node] = num_batches * part
+    wakes: dict[str, float] = {}
+    for stage in prediction.stages:
+        peers = {node: work for node, work in stage.work_s.items() if node != stage.node}
+        total, hop = sum(peers.values()), WAKES if len(prediction.stages) > 1 else 0.0
+        at_peers = {node: WAKES * stage.remote_layers * work / total for node, work in peers.items() if total}
+        for node, count in {stage.node: hop + WAKES * stage.remote_layers, **at_peers}.items():
+            wakes[machines.host(node)] = wakes.get(machines.host(node), 0.0) + count
     # What is not waited for since another stage is at work on another batch is not waited for here either.
     share = min(1.0, seconds / max(prediction.latency_s, 1e-12))
-    return Turn(seconds, {name: part * share for name, part in serial.items()}, work, by_process)
+    return Turn(seconds, {name: part * share for name, part in serial.items()}, work, by_process, wakes)
 
 
 def _shares(amount: int, rates: Sequence[float]) -> list[int]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topology.sharing import Turn, shared_seconds
+from topology.sharing import WAKE_S, Turn, shared_seconds
 
 PARTS = st.floats(1e-4, 1e-2)
 
@@ -44,6 +44,13 @@ def test_who_takes_no_more_than_its_share_is_not_held_up_by_others_who_always_wa
     assert light == pytest.approx(0.004)
     [heavy] = shared_seconds([turn(0.003, wire=0.001)], {"m": 2.0}, 5.0)
     assert heavy == pytest.approx(0.004 * (0.75 + 5 * 0.75) / 2)
+
+
+def test_every_thread_that_is_woken_waits_for_whoever_of_the_others_is_on_its_processor() -> None:
+    alone = turn(0.001, wire=0.01)._replace(wakes={"m": 20.0, "elsewhere": 99.0})
+    [calm], [one], [two] = (shared_seconds([alone], {"m": 2.0}, busy) for busy in (0.0, 1.0, 2.0))
+    assert calm == pytest.approx(0.011)
+    assert one - calm == pytest.approx(20 * WAKE_S / 2) and two - one == pytest.approx(one - calm)
 
 
 def test_a_turn_of_many_light_processes_is_held_up_by_the_hungriest_only() -> None:
