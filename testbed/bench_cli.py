@@ -82,10 +82,10 @@ class Several(click.ParamType):
 @click.option(
     "--format",
     "formats",
-    type=Several(("bf16", "int8", "int4")),
+    type=Several(("bf16", "bf16x2", "int8", "int4")),
     default="bf16",
     show_default=True,
-    help="With --peers: weight formats, a table each; int8 and int4 are q8_0 and q4_0 in a GGUF.",
+    help="With --peers: weight formats, a table each; int8 and int4 are q8_0 and q4_0 in a GGUF, bf16x2 is bf16 for all others.",
 )
 @click.option(
     "--threads", type=Several(), default="1", show_default=True, help="With --peers: threads, a table each."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMITS_FROM = 0.6  # a floor that explains this much of the time is called the limit; below it is overhead
-BLOCK_BYTES = {"bf16": 2.0, "int8": 34 / 32, "int4": 18 / 32}
+BLOCK_BYTES = {"bf16": 2.0, "bf16x2": 2.0, "int8": 34 / 32, "int4": 18 / 32}
 """Bytes per weight as GGUF stores them: q8_0 and q4_0 keep a 2-byte scale per 32 weights."""
 
 

@@ -30,7 +30,12 @@ from topology.cluster import WEIGHT_FORMATS
 
 OWN, DAEMONS, TRANSFORMERS, VLLM, LLAMA = "own", "daemons", "transformers", "vllm", "llama.cpp"
 ENGINES = (OWN, DAEMONS, TRANSFORMERS, VLLM, LLAMA)
-FORMATS = {"bf16": ("as_stored", "bf16"), "int8": ("int8", "q8_0"), "int4": ("int4", "q4_0")}
+FORMATS = {
+    "bf16": ("as_stored", "bf16"),
+    "bf16x2": ("bfloat16x2", "bf16"),
+    "int8": ("int8", "q8_0"),
+    "int4": ("int4", "q4_0"),
+}
 """What a column is called, in a topology file and in a GGUF."""
 GGUF_FOLDER = Path.home() / ".cache" / "edge-runtime" / "gguf"
 STREAM_BYTES_MAX = 512 << 20
@@ -291,7 +296,7 @@ def _start(
             raise ConfigError("llama-cpp-python is looked for where --llama-python or EDGE_BENCH_LLAMA says")
         order |= {"gguf": str(gguf_of(sitting, gguf_format)), "kv_tokens": KV_TOKENS}
         worker = WorkerEngine(name, ("-m", "testbed.peers.llama_worker"), order, str(sitting.llama_python))
-    elif format != "bf16":
+    elif gguf_format != "bf16":
         raise ConfigError(f"{name} is compared in bf16 only")
     elif name == TRANSFORMERS:
         worker = WorkerEngine(name, ("-m", "testbed.peers.transformers_worker"), order)

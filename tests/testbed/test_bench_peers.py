@@ -194,7 +194,7 @@ def test_numbers_have_three_digits_that_count(value, shown):
         (["--streams", "1,x"], "'1,x' is no list of whole numbers"),
         (["--streams", "0"], "'0' is no list of whole numbers"),
         (["--peers", "--engine", "own,sglang"], "'sglang' is none of own, daemons"),
-        (["--peers", "--format", "int3"], "'int3' is none of bf16, int8, int4"),
+        (["--peers", "--format", "int3"], "'int3' is none of bf16, bf16x2, int8, int4"),
         (["--rounds", "0"], "0 is not in the range"),
         (["--peers", "--topology", str(DEMO / "config.json")], "give --model instead of --topology"),
     ],
