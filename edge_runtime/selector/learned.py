@@ -24,6 +24,9 @@ FREQUENCY, SIMILARITY, MISMATCH, SENSITIVITY, TRANSITIONS, TOGETHER = (
 )
 
 
+SAFETY = 1.2
+"""A budget is a promise, so stand-ins are taken for dearer than calibration found them. Demo model, validation text, budgets
+of 0.7 and 3 %: without this the measured loss was 0.90 and 1.20 of what was spent."""
 HUGE = 1e9  # of what was never measured: beyond every budget
 
 
@@ -126,7 +129,7 @@ def read_losses(artifact: Artifact) -> Losses | None:
         found = artifact.tensors(TOGETHER)
         _check_shape(artifact, TOGETHER, found["late"].numpy(), (num_rows,))
         alone, together = found["factors"].double().tolist()
-        sensitivity, coherence = sensitivity * alone, together / alone
+        sensitivity, coherence = sensitivity * alone * SAFETY, together / alone
         late = np.sqrt(np.maximum(found["late"].double().numpy(), 0.0))
     loss = sensitivity[:, None, None] * np.maximum(mismatch, 0.0) ** power
     loss[~np.isfinite(loss)] = np.inf  # a pair that was never measured costs more than any budget

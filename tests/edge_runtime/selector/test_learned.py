@@ -8,7 +8,7 @@ import torch
 
 from edge_runtime.artifacts import Artifact, write_section
 from edge_runtime.errors import ArtifactError
-from edge_runtime.selector.learned import find_traits, read_losses, read_traits
+from edge_runtime.selector.learned import SAFETY, find_traits, read_losses, read_traits
 from tests.support.planning import cluster
 from tests.support.traits import write_artifact
 
@@ -52,9 +52,9 @@ def test_several_stand_ins_cost_what_was_measured_and_the_most_there_is_where_it
     found = {"factors": torch.tensor([1.25, 0.25]), "late": torch.tensor([0.04, 0.01, 0.0])}
     write_section(artifact.folder, "together", found, model_hash=HASH)
     after = read_losses(Artifact.open(artifact.folder))
-    assert after.loss == pytest.approx(1.25 * before.loss) and after.coherence == pytest.approx(0.2)
+    assert after.loss == pytest.approx(SAFETY * 1.25 * before.loss) and after.coherence == pytest.approx(0.2)
     assert after.late == pytest.approx(np.repeat([[0.1], [0.05], [0.0]], 6, axis=1))
-    assert after.left_out[1] == pytest.approx(np.full(6, 0.5 * (1.25 * 0.2) ** 0.5))
+    assert after.left_out[1] == pytest.approx(np.full(6, 0.5 * (SAFETY * 1.25 * 0.2) ** 0.5))
 
 
 def test_a_cluster_finds_the_artifact_in_its_models_folder_or_by_name(tmp_path):
