@@ -5,17 +5,20 @@ before when its first token is written. So evicted and reused blocks need no car
 brings the counts of whoever computed it, which are those that its finder would have counted: same tokens after the
 same beginning, same choices. It knows blocks and rows; no request's fate, no router, no weights.
 
+A step that did not happen is computed again, and with stages one of them may have counted it and another not. So what a
+block counted before its last step is kept beside it: a step that begins where that one began replaces it.
+
 Every row counts in its block, whether it was prefilled or decoded, since a later prompt may contain both. A request's
 counts are taken when its prompt has been computed and nothing behind it, so decoded tokens are never among them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from edge_runtime.cache.block_pool import BLOCK_TOKENS
+from edge_runtime.cache.block_pool import BLOCK_MASK, BLOCK_SHIFT, BLOCK_TOKENS
 from edge_runtime.errors import ConfigError
 
 MAX_BLOCK_TOKENS = 127
@@ -51,28 +54,38 @@ class SignatureCache:
             )
         self.counts = torch.zeros(num_blocks, num_layers, num_experts, dtype=torch.int8)
         self._ones = torch.ones(max_rows, dtype=torch.int32)
-        self._begun: Tensor | None = None  # blocks that the step in hand goes on with
-        self._before = torch.empty(0, num_layers, num_experts, dtype=torch.int8)
+        self._most = 2 * max_rows
+        self._before: dict[
+            int, tuple[int, Tensor]
+        ] = {}  # block -> its tokens before its last step, and their counts
 
     @property
     def nbytes(self) -> int:
         """Bytes of all counts."""
         return self.counts.nbytes
 
-    def begin_step(self, num_rows: int, begun_blocks: Sequence[int]) -> Tensor:
+    def begin_step(self, num_rows: int, spans: Iterable[tuple[Sequence[int], int, int]] = ()) -> Tensor:
         """Which of the step's rows count, [T] int32: all do.
 
-        begun_blocks  those that hold tokens already and get more; what they count now comes back with `undo_step`
+        spans  block table, first position and rows of each request, where the step may be computed again
         """
-        self._begun = torch.tensor(begun_blocks, dtype=torch.int64) if begun_blocks else None
-        if self._begun is not None:
-            self._before = self.counts[self._begun]
+        for table, start, count in spans:
+            for block in table[
+                (start + BLOCK_MASK) >> BLOCK_SHIFT : (start + count + BLOCK_MASK) >> BLOCK_SHIFT
+            ]:
+                self._before.pop(block, None)  # it begins anew
+            if start & BLOCK_MASK:
+                self._go_on(table[start >> BLOCK_SHIFT], start & BLOCK_MASK)
         return self._ones[:num_rows]
 
-    def undo_step(self) -> None:
-        """The step did not happen and will be tried again: forget what it counted."""
-        if self._begun is not None:
-            self.counts[self._begun] = self._before
+    def _go_on(self, block: int, num_tokens: int) -> None:
+        """A block that holds so many tokens gets more: for the first time, or once more."""
+        known = self._before.pop(block, None)
+        if known is not None and known[0] == num_tokens:
+            self.counts[block] = known[1]
+        self._before[block] = (num_tokens, self.counts[block].clone())
+        while len(self._before) > self._most:
+            del self._before[next(iter(self._before))]
 
     def total(self, blocks: Sequence[int]) -> np.ndarray:
         """Counts [L, E] int16 over the blocks of a prompt, once all of it and nothing else is in them.

@@ -1,6 +1,6 @@
 """What requests at a lower tier left out: gate weight of slices that did not run, step by step. Pure arithmetic on arrays."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,11 +27,15 @@ class DroppedMass:
         self._rows = np.zeros(0, dtype=np.int64)
         self._num_slices = self._num_layers = 0
         self._sums = np.zeros((3, 0))  # [3, T] mass, loss, slices of each row, over layers
+        self._before = np.zeros((4, 0))
 
-    def begin_step(self, row_request: np.ndarray, num_slices: int) -> None:
-        """row_request [T]: the slice of each row."""
+    def begin_step(
+        self, row_request: np.ndarray, num_slices: int, before: Sequence[Sequence[float]] = ()
+    ) -> None:
+        """row_request [T]: the slice of each row; before: what `of_step` said at the stage before, none at the first."""
         self._rows, self._num_slices, self._num_layers = row_request, num_slices, 0
         self._sums = np.zeros((3, len(row_request)))
+        self._before = np.array(before).T if len(before) else np.zeros((4, num_slices))
 
     def add_layer(self, dropped: np.ndarray, lost: np.ndarray, ran: np.ndarray) -> None:
         """Count one routed layer, [T] each: share of a row's gate weight, what is expected of that, slices that ran."""
@@ -41,18 +45,26 @@ class DroppedMass:
         slices += ran
         self._num_layers += 1
 
-    def end_step(self, request_ids: list[str]) -> None:
+    def of_step(self) -> list[tuple[float, float, float, float]]:
+        """Mass, loss, slices that ran, and rows times layers, of each slice of the step so far."""
+        rows = np.bincount(self._rows, minlength=self._num_slices).astype(np.float64)
+        sums = [np.bincount(self._rows, weights=each, minlength=self._num_slices) for each in self._sums]
+        step = np.stack([*sums, rows * self._num_layers]) + self._before
+        return [(mass, loss, ran, layers) for mass, loss, ran, layers in step.T.tolist()]
+
+    def end_step(self, request_ids: Sequence[str]) -> None:
         """Book the step on its requests, in slice order."""
         if not self._num_layers:
             return
-        rows = np.bincount(self._rows, minlength=self._num_slices).astype(np.float64)
-        sums = [np.bincount(self._rows, weights=each, minlength=self._num_slices) for each in self._sums]
-        step = np.stack([*sums, rows * self._num_layers, rows])
-        for index, request_id in enumerate(request_ids):
-            booked = self._by_request.get(request_id)
-            mine = step[:, index]
-            self._by_request[request_id] = mine.copy() if booked is None else booked + mine
+        rows = np.bincount(self._rows, minlength=self._num_slices).tolist()
+        for request_id, sums, count in zip(request_ids, self.of_step(), rows, strict=True):
+            self.book(request_id, sums, count)
         self._num_layers = 0
+
+    def book(self, request_id: str, sums: Sequence[float], num_rows: int) -> None:
+        """Book what `of_step` said of one request, which had so many rows."""
+        mine, booked = np.array([*sums, num_rows], dtype=np.float64), self._by_request.get(request_id)
+        self._by_request[request_id] = mine if booked is None else booked + mine
 
     def take(self, request_id: str) -> Dropped:
         """Close a request's sums."""

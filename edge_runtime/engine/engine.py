@@ -21,7 +21,7 @@ from edge_runtime.engine.dropped import sliced_bill
 from edge_runtime.engine.plan import Finished, StepPlan, StepSlice
 from edge_runtime.engine.quality import QualityBooks, traced
 from edge_runtime.engine.request import FinishReason, Request
-from edge_runtime.engine.runner import HostedExperts, Runner, Stage
+from edge_runtime.engine.runner import HostedExperts, Runner
 from edge_runtime.engine.scheduler import Scheduler
 from edge_runtime.errors import EdgeError, UserError
 from edge_runtime.model.sampling import Sampled, Sampler, TokenLogprobs
@@ -82,7 +82,7 @@ class Ended(NamedTuple):
 class Engine:
     """Steps over the requests it was given. Not thread-safe: one thread calls everything.
 
-    runner  all layers of the model: one Runner, or several in a StagedRunner
+    runner  of all layers of the model
     blocks  its KV by content, where it is handed on and taken in
     """
 
@@ -91,7 +91,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Stage,
+        runner: Runner,
         sampler: Sampler,
         clock: Clock,
         blocks: BlockStore | None = None,
@@ -105,7 +105,7 @@ class Engine:
         self.blocks = blocks
         self._begin(scheduler, runner, clock)
 
-    def _begin(self, scheduler: Scheduler, runner: Stage, clock: Clock) -> None:
+    def _begin(self, scheduler: Scheduler, runner: Runner, clock: Clock) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock

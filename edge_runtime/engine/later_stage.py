@@ -5,20 +5,30 @@ Knows no request: blocks are handed out by the group's first stage, and a step b
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import served_in_stages
 from edge_runtime.engine.runner import HostedExperts, Runner
-from edge_runtime.engine.stage_step import StageLimits, rows_of, sampled_rows, wire_logprobs
+from edge_runtime.engine.stage_step import (
+    COUNT,
+    NO_COUNTS,
+    START,
+    StageLimits,
+    counts_with,
+    rows_of,
+    sampled_rows,
+    wire_logprobs,
+)
 from edge_runtime.errors import Refusal
 from edge_runtime.model.sampling import Sampler
 from edge_runtime.protocol import StageResult, StageStep
 
 Tensors = tuple[Any, ...]
 Done = tuple[StageStep | StageResult, Tensors]
-NOTHING = np.zeros((0, 1), dtype=np.float32)
+NOTHING = (np.zeros((0, 1), dtype=np.float32), NO_COUNTS)
 
 
 class LaterStage:
@@ -64,6 +74,7 @@ class LaterStage:
         blocks: np.ndarray,
         tokens: np.ndarray,
         served: np.ndarray,
+        counts: np.ndarray,
         *,
         port: HostedExperts,
     ) -> Done:
@@ -74,13 +85,31 @@ class LaterStage:
             raise Refusal("shape", f"rows are {runner.decoder.spec.width} wide, found {hidden.shape[1]}")
         if served.shape != (len(slices), 1 + 2 * len(step.hosts)):
             raise Refusal("shape", f"{served.shape} numbers came of {len(step.hosts)} hosts")
+        if step.tiers:
+            self._refuse_tiers(step, len(slices))
         self._last_step = step.step
         if runner.port is not port:
             runner.switch_port(port)
+        tables = rows.block_tables.numpy()
+        spans = [
+            (table.tolist(), start, count)
+            for table, start, count in zip(
+                tables, slices[:, START].tolist(), slices[:, COUNT].tolist(), strict=True
+            )
+        ]
         # A copy, since the layers change it in place and the frame may be read-only.
-        ran = runner.run_rows(rows, len(slices), torch.from_numpy(hidden.copy()))
+        ran = runner.run_rows(
+            rows,
+            len(slices),
+            torch.from_numpy(hidden.copy()),
+            counted=runner.begin_counting(len(hidden), spans),
+            tiers=step.tiers,
+            dropped=step.dropped,
+        )
         if ran.waits:
             return no_result(step, "waits", "experts have no host, and may have one soon")
+        counts = counts_with(counts, step.counted, slices, tables, runner.counts_in)
+        dropped = runner.dropped.of_step() if step.tiers else []
         hosts, served = served_in_stages(step.hosts, served, port.host_names, runner.served(len(slices)))
         failed = [*step.failed, *((index, why) for index, why in ran.failed.items())]
         self.num_steps += 1
@@ -88,8 +117,14 @@ class LaterStage:
         runner.times.rows_computed += len(hidden)
         if self._sampler is None:
             seconds = [*step.seconds, self._clock.now() - began]
-            message = StageStep(step.run, step.step, step.opens, step.choices, hosts, failed, seconds)
-            return message, (ran.hidden.numpy(), slices, blocks, tokens, served)
+            message = msgspec.structs.replace(
+                step,
+                hosts=hosts,
+                failed=failed,
+                seconds=seconds,
+                dropped=dropped,
+            )
+            return message, (ran.hidden.numpy(), slices, blocks, tokens, served, counts)
         logits = runner.head(ran.hidden, rows)
         sampled_at = self._clock.now()
         sampled = self._sampler.sample(logits, sampling) if logits is not None else None
@@ -102,9 +137,19 @@ class LaterStage:
             hosts=hosts,
             failed=failed,
             seconds=[*step.seconds, self._clock.now() - began],
-        ), (served,)
+            dropped=dropped,
+        ), (served, counts)
+
+    def _refuse_tiers(self, step: StageStep, num_slices: int) -> None:
+        gates = self.runner.gates
+        if gates is None:
+            raise Refusal("tiers", "rows at a tier came, and experts are whole here")
+        if not (len(step.tiers) == len(step.dropped) == num_slices) or (
+            max(step.tiers) > gates.elasticity.full_tier
+        ):
+            raise Refusal("shape", f"{len(step.tiers)} tiers came for {num_slices} slices, or one beyond all")
 
 
 def no_result(step: StageStep, outcome: Any, why: str) -> Done:
     """Tell the first stage that a step did not happen."""
-    return StageResult(step.run, step.step, outcome, why), (NOTHING,)
+    return StageResult(step.run, step.step, outcome, why), NOTHING

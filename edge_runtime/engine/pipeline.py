@@ -6,9 +6,11 @@ writes the same numbers twice. Knows no socket: `LaterStages` sends, and results
 """
 
 import logging
+import math
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,9 +20,9 @@ from edge_runtime.engine.bill import Account, StagesAccounts, served_in_stages
 from edge_runtime.engine.engine import HELD_S, Engine, Output
 from edge_runtime.engine.plan import StepPlan
 from edge_runtime.engine.request import Request
-from edge_runtime.engine.runner import HostedExperts, Runner
+from edge_runtime.engine.runner import HostedExperts, Runner, tiers_of
 from edge_runtime.engine.scheduler import Scheduler
-from edge_runtime.engine.stage_step import own_logprobs, sent_step
+from edge_runtime.engine.stage_step import NO_COUNTS, own_logprobs, sent_step
 from edge_runtime.protocol import StageResult, StageStep
 
 log = logging.getLogger(__name__)
@@ -53,8 +55,11 @@ class StageTimes:
 
 @dataclass
 class _UnderWay:
+    """A step whose result is awaited. counted: slices that end a prompt whose counts are wanted."""
+
     plan: StepPlan
     sent_s: float
+    counted: Sequence[int] = ()
 
 
 class PipelineEngine(Engine):
@@ -93,8 +98,8 @@ class PipelineEngine(Engine):
         return len(self._under_way)
 
     def submit(self, request: Request, before: Account | None = None) -> None:
-        """See Engine. Which experts a prompt chose is counted at no stage."""
-        request.wants_counts = False
+        """See Engine."""
+        request.wants_counts &= self._first.signatures is not None
         super().submit(request, before)
 
     # Steps.
@@ -120,8 +125,14 @@ class PipelineEngine(Engine):
 
     def _start(self, plan: StepPlan) -> list[Output]:
         began, num_slices = self.clock.now(), len(plan.slices)
-        rows = self._first.rows(plan)
-        ran = self._first.run_rows(rows, num_slices)
+        rows, tiers = self._first.rows(plan), tiers_of(plan)
+        spans = [(piece.request.block_table, piece.start, piece.count) for piece in plan.slices]
+        ran = self._first.run_rows(
+            rows,
+            num_slices,
+            counted=self._first.begin_counting(plan.num_rows, spans),
+            tiers=tiers,
+        )
         if ran.waits:
             self.scheduler.abandon(plan)
             self.is_held = True
@@ -133,6 +144,7 @@ class PipelineEngine(Engine):
             self._first.port.host_names,
             self._first.served(num_slices),
         )
+        counted, counts = self._counts_of(plan)
         now = self.clock.now()
         message = StageStep(
             run=self._run,
@@ -142,19 +154,33 @@ class PipelineEngine(Engine):
             hosts=hosts,
             failed=list(ran.failed.items()),
             seconds=[now - began],
+            tiers=tiers,
+            dropped=self._first.dropped.of_step() if tiers else [],
+            counted=counted,
         )
-        tensors = (ran.hidden.numpy(), sent.slices, sent.blocks, sent.tokens, served)
+        tensors = (ran.hidden.numpy(), sent.slices, sent.blocks, sent.tokens, served, counts)
         why = self.stages.send(message, tensors)
         if why:
             self.scheduler.abandon(plan)
             return self._in_trouble(why)
         self._opens = False
-        self._under_way[plan.step_index] = _UnderWay(plan, now)
+        self._under_way[plan.step_index] = _UnderWay(plan, now, counted)
         self._may_start = True
         return []
 
-    def take(self, result: StageResult, served: np.ndarray) -> list[Output]:
-        """Take in what became of a step; nothing if it was given up meanwhile."""
+    def _counts_of(self, plan: StepPlan) -> tuple[list[int], np.ndarray]:
+        """Slices that end a prompt whose choices of experts are wanted, and [c, L, E] int16 those of the first layers."""
+        counted = [
+            index
+            for index, piece in enumerate(plan.slices)
+            if piece.request.wants_counts and piece.start + piece.count == len(piece.request.prompt_ids)
+        ]
+        found = [self._first.prompt_counts(plan.slices[index].request) for index in counted]
+        own = [each for each in found if each is not None]
+        return counted, np.stack(own) if own else NO_COUNTS
+
+    def take(self, result: StageResult, served: np.ndarray, counts: np.ndarray = NO_COUNTS) -> list[Output]:
+        """Take in what became of a step; nothing if it was given up meanwhile. Tensors as in StageResult."""
         step = self._under_way.get(result.step) if result.run == self._run else None
         if step is None:
             return []
@@ -172,6 +198,10 @@ class PipelineEngine(Engine):
         runs = [piece.request.state == "running" for piece in slices]  # the others ended meanwhile
         running = [piece.request.request_id for piece in slices if piece.request.state == "running"]
         self._accounts.book(running, result.hosts, served[runs])
+        for piece, sums in zip(slices, result.dropped, strict=False):
+            if piece.request.state == "running":
+                self._first.dropped.book(piece.request.request_id, sums, piece.count)
+        self._take_counts(step, counts)
         times, self_times = self.stage_times, self.runner.times
         times.steps += 1
         times.round_s += now - step.sent_s
@@ -191,7 +221,17 @@ class PipelineEngine(Engine):
             and len(result.logprobs) in (0, num_sampling)
             and served.shape == (len(plan.slices), 1 + 2 * len(result.hosts))
             and all(index < len(plan.slices) for index, _ in result.failed)
+            and len(result.dropped) == (len(plan.slices) if tiers_of(plan) else 0)
+            and all(map(math.isfinite, chain.from_iterable(result.dropped)))
         )
+
+    def _take_counts(self, step: _UnderWay, counts: np.ndarray) -> None:
+        """Which experts prompts chose, where every stage has counted."""
+        is_whole = len(counts) == len(step.counted)
+        for place, index in enumerate(step.counted):
+            request = step.plan.slices[index].request
+            request.wants_counts = False
+            request.prompt_counts = counts[place] if is_whole else None
 
     # When a step does not get through.
 

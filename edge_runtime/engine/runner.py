@@ -1,24 +1,23 @@
 """Runs one step plan over a range of layers: rows to tensors, attention and MoE segments in turn, and at the end of the
-model logits of the rows that sample. Ranges that adjoin can be put together.
+model logits of the rows that sample.
 
 Knows the model's arithmetic and the ExpertPort; knows no socket, no scheduler and no text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from edge_runtime.cache.block_pool import BLOCK_MASK, BLOCK_SHIFT, blocks_for
+from edge_runtime.cache.block_pool import blocks_for
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.cache.signatures import SignatureCache
 from edge_runtime.clock import Clock
 from edge_runtime.elastic.gates import SlicedRows, TierGates
-from edge_runtime.engine.bill import Account, ServedWeight, joined_accounts
+from edge_runtime.engine.bill import Account, ServedWeight
 from edge_runtime.engine.dropped import Dropped, DroppedMass
 from edge_runtime.engine.plan import StepPlan
 from edge_runtime.engine.quality import QualityBooks
@@ -90,48 +89,6 @@ class RowsResult(NamedTuple):
     waits: bool = False  # experts did not come but may soon have another host: the step did not happen
 
 
-class Stage(Protocol):
-    """Whoever runs adjoining layers [first_layer, last_layer) for the steps of an engine."""
-
-    times: StepTimes
-
-    @property
-    def first_layer(self) -> int: ...
-
-    @property
-    def last_layer(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the whole model."""
-
-    def run(self, plan: StepPlan, hidden: Tensor | None = None) -> StepResult:
-        """Compute every row of the plan.
-
-        hidden  [T, D] float32, what the stage before gave, changed in place; None where layer 0 is here
-        """
-
-    def take_account(self, request_id: str) -> Account:
-        """Close a request's account: where its gate weight was served by this stage."""
-
-    def take_dropped(self, request_id: str) -> Dropped:
-        """Close a request's sums of what its tier left out."""
-
-    def undo_counts(self) -> None:
-        """The step that was run last did not happen, as far as counting goes: it will be tried again."""
-
-    def prompt_counts(self, request: Request) -> np.ndarray | None:
-        """[L, E] int16: how many of the prompt's tokens chose each expert in each MoE layer of this stage.
-
-        To be asked after the step that computed the prompt's last token and before any that computes a later one. None
-        where nothing is counted.
-        """
-
-    @property
-    def num_accounts(self) -> int:
-        """Accounts that are open: of requests that run, or ran and were preempted."""
-
-
 @dataclass
 class Runner:
     """Runs layers [first, last) of one model on one home.
@@ -181,28 +138,31 @@ class Runner:
         return self.decoder.spec.num_layers
 
     def run(self, plan: StepPlan, hidden: Tensor | None = None) -> StepResult:
-        """See Stage."""
+        """Compute every row of the plan.
+
+        hidden  [T, D] float32, what the layers before gave, changed in place; None where layer 0 is here
+        """
         rows = self.rows(plan)
         books = self.books if rows.encoder_tokens is None else None
         if books is not None:
             books.begin_step(plan)
-        tiers = [piece.request.tier for piece in plan.slices]
+        tiers = tiers_of(plan)
+        spans = [(piece.request.block_table, piece.start, piece.count) for piece in plan.slices]
         ran = self.run_rows(
             rows,
             len(plan.slices),
             hidden,
-            counted=self._begin_counting(plan),
+            counted=self.begin_counting(plan.num_rows, spans),
             books=books,
-            tiers=torch.tensor(tiers, dtype=torch.int32) if any(tiers) else None,
+            tiers=tiers,
         )
         if ran.waits:
-            self.undo_counts()
             return StepResult(None, None, {}, waits=True)
         request_ids = [piece.request.request_id for piece in plan.slices]
         self._served.end_step(request_ids)
         if books is not None:
             books.end_step(plan)
-        if any(tiers):
+        if tiers:
             self.dropped.end_step(request_ids)
         is_last = self.last_layer == self.num_layers
         logits = self.head(ran.hidden, rows) if is_last else None
@@ -223,14 +183,16 @@ class Runner:
         hidden: Tensor | None = None,
         counted: Tensor | None = None,
         books: QualityBooks | None = None,
-        tiers: Tensor | None = None,
+        tiers: Sequence[int] = (),
+        dropped: Sequence[Sequence[float]] = (),
     ) -> RowsResult:
         """Compute rows; keys and values of each are in their blocks afterwards.
 
         hidden   [T, D] float32, what the stage before gave, changed in place; None where layer 0 is here
         counted  [T] int32, which rows count in their blocks; None: none do
         books    what the rows may spend of quality; None: every slot is exact
-        tiers    [S] int32, sub-experts of each slice's rows, 0 for all; None: all run everything
+        tiers    [S] sub-experts of each slice's rows, 0 for all; none where all run everything
+        dropped  [S] what the stages before left out of each slice, see `DroppedMass`
         """
         times, now = self.times, self.clock.now
         began = now()
@@ -255,9 +217,9 @@ class Runner:
         self.port.begin_step()
         row_tiers = None
         stands_in = books is not None
-        if tiers is not None and self.gates is not None:
-            row_tiers = tiers[rows.row_request.long()]
-            self.dropped.begin_step(rows.row_request.numpy(), num_slices)
+        if tiers and self.gates is not None:
+            row_tiers = torch.tensor(tiers, dtype=torch.int32)[rows.row_request.long()]
+            self.dropped.begin_step(rows.row_request.numpy(), num_slices, dropped)
             stands_in = stands_in and not self.gates.chooses_experts
         local_layers, num_slots = 0, 0
         is_looked_at = times.steps % LOOK_EVERY == 0 and len(rows.positions) == num_slices
@@ -391,93 +353,43 @@ class Runner:
         self._served = ServedWeight(len(port.host_names))
 
     def take_account(self, request_id: str) -> Account:
-        """See Stage."""
+        """Close a request's account: where its gate weight was served."""
         return Account(self._served.take(request_id), self.port.host_names)
 
     def take_dropped(self, request_id: str) -> Dropped:
-        """See Stage."""
+        """Close a request's sums of what its tier left out."""
         return self.dropped.take(request_id)
 
     @property
     def num_accounts(self) -> int:
+        """Accounts that are open: of requests that run, or ran and were preempted."""
         return len(self._served)
 
-    def undo_counts(self) -> None:
-        """See Stage."""
-        if self.signatures is not None:
-            self.signatures.undo_step()
+    def begin_counting(self, num_rows: int, spans: Iterable[tuple[Sequence[int], int, int]]) -> Tensor | None:
+        """Which rows of a step count in their blocks; None where nothing is counted.
 
-    def prompt_counts(self, request: Request) -> np.ndarray | None:
-        """See Stage."""
+        spans  block table, first position and rows of each request
+        """
         if self.signatures is None:
             return None
-        return self.signatures.total(request.block_table[: blocks_for(len(request.prompt_ids))])
-
-    def _begin_counting(self, plan: StepPlan) -> Tensor | None:
-        if self.signatures is None:
-            return None
-        begun: list[int] = []
-        if len(self.port.host_names) > 1:  # what others compute may not come, and the step be tried again
-            begun = [
-                piece.request.block_table[piece.start >> BLOCK_SHIFT]
-                for piece in plan.slices
-                if piece.start & BLOCK_MASK
-            ]
-        return self.signatures.begin_step(plan.num_rows, begun)
-
-
-class StagedRunner:
-    """Stages that adjoin, as if they were one: rows go from each to the next, and the last one's logits come out."""
-
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        for stage, following in pairwise(stages):
-            if stage.last_layer != following.first_layer:
-                raise ValueError(
-                    f"a stage ends before layer {stage.last_layer} and the next begins at {following.first_layer}"
-                )
-        self._stages = list(stages)
-        self.first_layer = stages[0].first_layer
-        self.last_layer = stages[-1].last_layer
-        self.num_layers = stages[0].num_layers
-        self.times = StepTimes()
-        for stage in stages:
-            stage.times = self.times
-
-    def run(self, plan: StepPlan, hidden: Tensor | None = None) -> StepResult:
-        """See Stage. A request that fails in several stages is told of the first."""
-        logits: Tensor | None = None
-        failed: dict[str, str] = {}
-        for index, stage in enumerate(self._stages):
-            logits, hidden, why_of, waits = stage.run(plan, hidden)
-            if waits:
-                for before in self._stages[:index]:
-                    before.undo_counts()
-                return StepResult(None, None, {}, waits=True)
-            failed = why_of | failed
-        return StepResult(logits, hidden, failed)
-
-    def take_account(self, request_id: str) -> Account:
-        """See Stage. The first stage's node is the home; hosts are put together by name."""
-        return joined_accounts([stage.take_account(request_id) for stage in self._stages])
-
-    def take_dropped(self, request_id: str) -> Dropped:
-        """See Stage. The mean of the stages, and the sum of what they lost."""
-        parts = [stage.take_dropped(request_id) for stage in self._stages]
-        mass, ran = (
-            sum(values) / len(parts) for values in zip(*((p.mass, p.ran) for p in parts), strict=True)
-        )
-        return Dropped(mass, sum(part.loss for part in parts), ran)
-
-    def undo_counts(self) -> None:
-        """See Stage."""
-        for stage in self._stages:
-            stage.undo_counts()
+        # What others compute may not come, and the step be tried again.
+        may_fail = len(self.port.host_names) > 1 or self.last_layer - self.first_layer < self.num_layers
+        return self.signatures.begin_step(num_rows, spans if may_fail else ())
 
     def prompt_counts(self, request: Request) -> np.ndarray | None:
-        """See Stage."""
-        parts = [part for stage in self._stages if (part := stage.prompt_counts(request)) is not None]
-        return np.concatenate(parts) if parts else None
+        """[L, E] int16: how many of the prompt's tokens chose each expert in each MoE layer here.
 
-    @property
-    def num_accounts(self) -> int:
-        return sum(stage.num_accounts for stage in self._stages)
+        To be asked after the step that computed the prompt's last token and before any that computes a later one. None
+        where nothing is counted.
+        """
+        return self.counts_in(request.block_table[: blocks_for(len(request.prompt_ids))])
+
+    def counts_in(self, blocks: Sequence[int]) -> np.ndarray | None:
+        """[L, E] int16 of the tokens in these blocks; None where nothing is counted."""
+        return None if self.signatures is None else self.signatures.total(blocks)
+
+
+def tiers_of(plan: StepPlan) -> list[int]:
+    """Sub-experts of each slice's rows, 0 for all; none where all run everything."""
+    tiers = [piece.request.tier for piece in plan.slices]
+    return tiers if any(tiers) else []

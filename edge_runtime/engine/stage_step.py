@@ -4,7 +4,7 @@ Everything a stage needs to run and to sample travels with the step, so a later 
 first stage's to give and to take back. Pure. What came over the wire is not trusted: a number out of range is a Refusal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from edge_runtime.protocol import TokenLogprobs as WireLogprobs
 START, COUNT, SAMPLES, ENCODER_TOKENS = range(4)
 NUM_COLUMNS = 4
 NO_TOKENS = np.zeros(0, dtype=np.int32)
+NO_COUNTS = np.zeros((0, 0, 0), dtype=np.int16)
 
 
 class SentStep(NamedTuple):
@@ -135,6 +136,30 @@ def rows_of(slices: np.ndarray, blocks: np.ndarray, num_rows: int, limits: Stage
         sampled_rows=(row_ends - 1)[samples == 1],
         encoder_tokens=torch.from_numpy(encoder_tokens.astype(np.int32)) if limits.has_encoder else None,
     )
+
+
+def counts_with(
+    counts: np.ndarray,
+    counted: Sequence[int],
+    slices: np.ndarray,
+    tables: np.ndarray,
+    counts_in: Callable[[list[int]], np.ndarray | None],
+) -> np.ndarray:
+    """[c, L, E] int16 what prompts chose in the layers so far, with those of this stage. Nothing where nothing is counted here.
+
+    counted    slices that end a prompt; slices [S, 4] and their block tables [S, M]
+    counts_in  blocks of a prompt -> [L, E] of this stage's layers
+    """
+    if not counted or len(counts) != len(counted) or max(counted) >= len(slices):
+        return NO_COUNTS
+    found = []
+    for index in counted:
+        end = int(slices[index, START]) + int(slices[index, COUNT])
+        own = counts_in(tables[index, : blocks_for(end)].tolist())
+        if own is None or own.shape[1] != counts.shape[2]:
+            return NO_COUNTS
+        found.append(own)
+    return np.concatenate([counts, np.stack(found)], axis=1)
 
 
 def sampled_rows(

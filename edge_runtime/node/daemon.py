@@ -522,9 +522,11 @@ class NodeDaemon:
         share, thread = self._shares.get(envelope.epoch), self._engine
         if share is None or share.later is None or sender not in share.later.nodes[1:] or thread is None:
             return Refused("stage", f"{self._node.name} awaits no result from {sender}")
-        result, served = envelope.message, envelope.tensors[0]
+        result, tensors = envelope.message, envelope.tensors
         assert isinstance(result, StageResult), "whoever calls has looked"
-        thread.order(lambda engine: engine.take(result, served) if isinstance(engine, PipelineEngine) else [])
+        thread.order(
+            lambda engine: engine.take(result, *tensors) if isinstance(engine, PipelineEngine) else []
+        )
         return None
 
     def _activate(self, epoch: int, then: Callable[[], None]) -> None:

@@ -337,10 +337,14 @@ def load_share(
     def link_to(name: str) -> PeerLink:
         return PeerLink(peers[name], identity, deploy.epoch, keys, clock)
 
+    def new_runner() -> Runner:
+        gates = gates_for(checkpoint, parts, trunk) if parts is not None else None
+        return _runner(share, settings, spec, trunk, experts, clock, gates)
+
     if share.first_layer > 0:
         stage = held.place.stage if held is not None and held.place and _fits(held, share, settings) else None
         if held is None or trunk is not held.trunk or stage is None:
-            stage = _later_stage(share, settings, spec, trunk, experts, clock)
+            stage = _later_stage(share, settings, spec, new_runner(), clock)
         following, first = links_to(nodes, node, lambda name: StageLink(link_to(name), deploy.epoch, clock))
         loaded.runner = stage.runner
         loaded.place = StagePlace(deploy.epoch, node, nodes, stage, experts, first, following)
@@ -363,10 +367,7 @@ def load_share(
         model_hash=checkpoint.model_hash,
         tokenizer_hash=tokenizer.content_hash if tokenizer else "",
     )
-    gates = None
-    if parts is not None and loaded.later is None:  # a stage is not told the tiers of its rows
-        gates = gates_for(checkpoint, parts, trunk)
-    runner = loaded.runner = _runner(share, settings, spec, trunk, experts, clock, gates)
+    runner = loaded.runner = new_runner()
     if loaded.later is None:
         assert runner.pages is not None, "a runner of a share has pages"
         blocks = BlockStore(scheduler.pool, runner.pages, runner.signatures)
@@ -429,12 +430,11 @@ def _runner(
     trunk: Trunk,
     experts: PlacedExperts,
     clock: Clock,
-    gates: TierGates | None = None,
+    gates: TierGates | None,
 ) -> Runner:
     pages = KVPages(share.kv_blocks, spec.kv_shapes(share.first_layer, share.last_layer))
     signatures = None
-    # A step of stages may be computed twice at some and once at others, which numbers that only grow would not bear.
-    if settings.counts_experts and trunk.last_layer - trunk.first_layer == spec.num_layers:
+    if settings.counts_experts:
         signatures = signatures_for(
             spec, share.first_layer, share.last_layer, share.kv_blocks, settings.max_batch_rows
         )
@@ -452,12 +452,7 @@ def _runner(
 
 
 def _later_stage(
-    share: Share,
-    settings: ShareSettings,
-    spec: ModelSpec,
-    trunk: Trunk,
-    experts: PlacedExperts,
-    clock: Clock,
+    share: Share, settings: ShareSettings, spec: ModelSpec, runner: Runner, clock: Clock
 ) -> LaterStage:
     limits = StageLimits(
         max_rows=settings.max_batch_rows,
@@ -467,7 +462,7 @@ def _later_stage(
         has_encoder=spec.encoder is not None,
     )
     sampler = Sampler(spec.vocab_size) if share.last_layer == spec.num_layers else None
-    return LaterStage(_runner(share, settings, spec, trunk, experts, clock), sampler, clock, limits)
+    return LaterStage(runner, sampler, clock, limits)
 
 
 def _refuse_stages(share: Share, nodes: Sequence[str], node: str, spec: ModelSpec) -> None:

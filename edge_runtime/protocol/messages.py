@@ -13,12 +13,13 @@ from msgspec import Meta, Struct
 from edge_runtime.errors import Refusal
 from topology.speeds import LinkSpeed, NodeSpeed
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Meta(max_length=256)]
 Seconds = Annotated[float, Meta(ge=0)]
+Amount = Annotated[float, Meta(ge=0)]
 Scalar = int | float | bool | str | None
 
 
@@ -410,6 +411,7 @@ class StageStep(Message, frozen=True):
     tokens   [n]    int32    tokens so far of the requests that have a penalty, one after another
     served   [S, 1 + 2H] float32  gate weight and slots of the stages so far: weight at their own nodes, then by host
              weight, then by host slots
+    counts   [c, L, E] int16 which experts the prompts of `counted` chose, in the L MoE layers so far; [0, 0, 0] for none
 
     run      whose keys and values the blocks hold: new with every engine, and whenever it starts over
     opens    nothing is in the blocks yet; without it a stage that does not know the run takes no step of it
@@ -417,6 +419,10 @@ class StageStep(Message, frozen=True):
     hosts    H names, for the columns of `served`
     failed   slices whose experts did not come, each with why
     seconds  that the stages so far have computed, each in turn
+    tiers    sub-experts of each slice's rows, 0 for all; empty where all run everything
+    dropped  of each slice, where there are tiers: gate weight left out so far, expected loss, slices that ran, and of how
+             many rows times layers
+    counted  slices that end a prompt whose choices of experts are wanted
     """
 
     max_body_bytes: ClassVar[int] = 1 << 20
@@ -426,6 +432,7 @@ class StageStep(Message, frozen=True):
         TensorSpec("blocks", ("int32",), 1),
         TensorSpec("tokens", ("int32",), 1),
         TensorSpec("served", ("float32",), 2),
+        TensorSpec("counts", ("int16",), 3),
     )
 
     run: Name
@@ -435,6 +442,9 @@ class StageStep(Message, frozen=True):
     hosts: list[Name] = []
     failed: list[tuple[Index, str]] = []
     seconds: list[Seconds] = []
+    tiers: list[Index] = []
+    dropped: list[tuple[Amount, Amount, Amount, Amount]] = []
+    counted: list[Index] = []
 
 
 class StageResult(Message, frozen=True):
@@ -445,11 +455,14 @@ class StageResult(Message, frozen=True):
     why        for people, unless it ran
     token_ids  of the sampling requests, in slice order; -1 where the logits are not finite
     logprobs   likewise; empty if nobody asked
-    hosts, failed, seconds, served [S, 1 + 2H]  as in StageStep, all stages together
+    hosts, failed, seconds, dropped, served [S, 1 + 2H], counts [c, L, E]  as in StageStep, all stages together
     """
 
     max_body_bytes: ClassVar[int] = 2 << 20
-    tensors: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("served", ("float32",), 2),)
+    tensors: ClassVar[tuple[TensorSpec, ...]] = (
+        TensorSpec("served", ("float32",), 2),
+        TensorSpec("counts", ("int16",), 3),
+    )
 
     run: Name
     step: Count
@@ -460,6 +473,7 @@ class StageResult(Message, frozen=True):
     hosts: list[Name] = []
     failed: list[tuple[Index, str]] = []
     seconds: list[Seconds] = []
+    dropped: list[tuple[Amount, Amount, Amount, Amount]] = []
 
 
 class Probe(Message, frozen=True):

@@ -103,10 +103,10 @@ class OwnRunner:
     def parts(self, order: dict[str, Any]) -> dict[str, object]:
         """How many distinct experts a layer of a decode step reads, and what the parts of a step take, uncounted."""
         runner = self._engine.runner
-        counting = _Counting(runner.port)  # type: ignore[attr-defined]
-        runner.port = counting  # type: ignore[attr-defined]
+        counting = _Counting(runner.port)
+        runner.port = counting  # type: ignore[assignment]
         self.decode(order["prompts"], order["steps"])
-        runner.port = counting.port  # type: ignore[attr-defined]
+        runner.port = counting.port
         self._clock.now = process_time
         self.decode(order["prompts"], order["steps"])
         self._clock.now = perf_counter

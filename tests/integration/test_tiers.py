@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.clusters import LocalCluster, write_topology
 
+PAIRS = Path(__file__).parent / "scenarios" / "two_pairs.toml"
 PROMPT = "def main():"
 
 
@@ -15,6 +17,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     folder = tmp_path_factory.mktemp("tiers")
     with LocalCluster(write_topology(folder, "two_nodes", sub_experts="true")) as local:
         yield local
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Two nodes of the same model with half of the layers each, and two more."""
+    folder = tmp_path_factory.mktemp("staged")
+    keys = {"sub_experts": "true", "placement": '"similarity"', "memory_ratio": "1.0"}
+    with LocalCluster(write_topology(folder, PAIRS, **keys)) as local:
+        yield local
+
+
+def test_tiers_over_stages_answer_as_where_all_layers_are_on_one_node(
+    cluster: LocalCluster, stages: LocalCluster
+) -> None:
+    entries = [{"prompt": PROMPT}, {"prompt": PROMPT, "k": 2.25}, {"prompt": PROMPT, "service": "economy"}]
+    expected = cluster.answers(entries, "--max-tokens", "24")
+    found = stages.answers(entries, "--max-tokens", "24")
+    assert len(stages.status()["groups"][0]["stages"]) > 1
+    for one, staged in zip(expected, found, strict=True):
+        assert staged["token_ids"] == one["token_ids"]
+        for key in ("K", "K_run", "dropped", "dropped_loss"):
+            assert staged["bill"].get(key) == pytest.approx(one["bill"].get(key))
 
 
 def test_whole_answers_are_the_same_beside_cheaper_ones_and_bills_say_the_tier(cluster: LocalCluster) -> None:

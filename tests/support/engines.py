@@ -21,7 +21,7 @@ from edge_runtime.engine.later_stage import LaterStage
 from edge_runtime.engine.pipeline import PipelineEngine
 from edge_runtime.engine.request import Request, SamplingParams
 from edge_runtime.engine.request_table import RequestTable
-from edge_runtime.engine.runner import HostedExperts, Runner, StagedRunner
+from edge_runtime.engine.runner import HostedExperts, Runner
 from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
 from edge_runtime.engine.stage_step import StageLimits
 from edge_runtime.model.build import load_experts, load_trunk
@@ -120,21 +120,14 @@ def engine_of(
     max_running: int = 8,
     context_tokens: int = 512,
     eos_ids: tuple[int, ...] = (),
-    cuts: Sequence[int] = (),
     port: HostedExperts | None = None,
     clock: Clock | None = None,
 ) -> Engine:
-    """An engine over the whole model, in stages cut at the layers `cuts`."""
+    """An engine over the whole model."""
     spec, clock = whole.checkpoint.spec, clock or ManualClock()
-    stages = []
-    for first, last in pairwise([0, *cuts, spec.num_layers]):
-        pages = KVPages(num_blocks, spec.kv_shapes(first, last))
-        signatures = signatures_for(spec, first, last, num_blocks, max_rows)
-        counts = signatures.counts if signatures is not None else None
-        decoder = decoder_of(spec, whole.trunk(first, last), pages, max_rows=max_rows, counts=counts)
-        table = RequestTable(max_running, context_tokens)
-        served_by = port or placed_experts(whole)
-        stages.append(Runner(decoder, served_by, table, clock, signatures=signatures, pages=pages))
+    runner = _runner_of(
+        whole, (0, spec.num_layers), port or placed_experts(whole), num_blocks, max_rows, max_running, clock
+    )
     settings = SchedulerSettings(
         vocab_size=spec.vocab_size,
         context_tokens=context_tokens,
@@ -143,12 +136,27 @@ def engine_of(
         max_running=max_running,
     )
     scheduler = scheduler_of(settings, num_blocks)
-    if len(stages) > 1:
-        return Engine(scheduler, StagedRunner(stages), Sampler(spec.vocab_size), clock)
-    runner = stages[0]
     assert runner.pages is not None, "just made"
     blocks = BlockStore(scheduler.pool, runner.pages, runner.signatures)
     return Engine(scheduler, runner, Sampler(spec.vocab_size), clock, blocks)
+
+
+def _runner_of(
+    whole: Whole,
+    layers: tuple[int, int],
+    port: HostedExperts,
+    num_blocks: int,
+    max_rows: int,
+    max_running: int,
+    clock: Clock,
+) -> Runner:
+    """Of layers [first, last), counting which experts prompts choose."""
+    spec = whole.checkpoint.spec
+    pages = KVPages(num_blocks, spec.kv_shapes(*layers))
+    signatures = signatures_for(spec, *layers, num_blocks, max_rows)
+    counts = signatures.counts if signatures is not None else None
+    decoder = decoder_of(spec, whole.trunk(*layers), pages, max_rows=max_rows, counts=counts)
+    return Runner(decoder, port, RequestTable(max_running, 512), clock, signatures=signatures, pages=pages)
 
 
 class ChainedStages:
@@ -162,7 +170,7 @@ class ChainedStages:
     ) -> None:
         self.nodes = list(nodes)
         self.stages, self.ports = list(stages), list(ports)
-        self.results: deque[tuple[StageResult, np.ndarray]] = deque()
+        self.results: deque[tuple[Any, ...]] = deque()  # StageResult and its tensors
         self.sent: list[tuple[StageStep, Any]] = []
         self.lose: set[int] = set()
         self.cut = ""
@@ -189,7 +197,7 @@ class ChainedStages:
             if isinstance(step, StageResult):
                 break
         found = decode(encode(step, tensors=tensors))
-        self.results.append((found.message, found.tensors[0]))
+        self.results.append((found.message, *found.tensors))
 
 
 def pipeline_of(
@@ -209,11 +217,10 @@ def pipeline_of(
     nodes = [f"n{index + 1}" for index in range(len(cuts) + 1)]
     port = port or (lambda name: placed_experts(whole, name))
     ports = [port(name) for name in nodes]
-    runners = []
-    for (first, last), own in zip(pairwise([0, *cuts, spec.num_layers]), ports, strict=True):
-        pages = KVPages(num_blocks, spec.kv_shapes(first, last))
-        decoder = decoder_of(spec, whole.trunk(first, last), pages, max_rows=max_rows)
-        runners.append(Runner(decoder, own, RequestTable(max_running, context_tokens), clock))
+    runners = [
+        _runner_of(whole, layers, own, num_blocks, max_rows, max_running, clock)
+        for layers, own in zip(pairwise([0, *cuts, spec.num_layers]), ports, strict=True)
+    ]
     limits = StageLimits(max_rows, num_blocks, context_tokens, spec.vocab_size, spec.encoder is not None)
     later = [
         LaterStage(

@@ -85,7 +85,7 @@ _by_type = {cls: _of_type(msgspec.inspect.type_info(cls)) for cls in MESSAGES.va
 def tensors_for(draw: Any, cls: type[Message]) -> tuple[numpy.ndarray, ...]:
     """Tensors that this type of message may carry."""
     rows, pairs, width = (draw(st.integers(0, 5)) for _ in range(3))
-    shapes = {1: (pairs,), 2: (rows, width)}
+    shapes = {1: (pairs,), 2: (rows, width), 3: (pairs, rows, width)}
     arrays = []
     for spec in cls.tensors:
         dtype = _NUMPY[draw(st.sampled_from(spec.dtypes))]

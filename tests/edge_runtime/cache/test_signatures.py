@@ -29,13 +29,26 @@ def test_the_gate_counts_into_blocks_and_a_block_that_begins_anew_forgets():
     assert cache.total([2])[1].tolist() == [0, 0, 0, 1, 0, 1, 0, 0]
 
 
-def test_a_step_that_did_not_happen_leaves_nothing_in_blocks_that_had_begun():
+def test_a_step_that_is_computed_again_replaces_what_it_counted_and_the_next_one_adds():
     cache = SignatureCache(3, 1, 4, max_rows=8)
     cache.counts[1, 0] = torch.tensor([1, 2, 3, 4], dtype=torch.int8)
-    cache.begin_step(2, [1])
-    cache.counts[1, 0, 2] += 5
-    cache.undo_step()
-    assert cache.total([1]).tolist() == [[1, 2, 3, 4]]
+    for _ in range(3):
+        cache.begin_step(1, [([1], 5, 1)])
+        cache.counts[1, 0, 2] += 1
+        assert cache.total([1]).tolist() == [[1, 2, 4, 4]]
+    cache.begin_step(1, [([1], 6, 1)])
+    cache.counts[1, 0, 0] += 1
+    assert cache.total([1]).tolist() == [[2, 2, 4, 4]]
+
+
+def test_a_block_that_begins_anew_knows_nothing_of_its_last_owner():
+    cache = SignatureCache(3, 1, 4, max_rows=8)
+    cache.begin_step(1, [([1], 5, 1)])
+    cache.counts[1] = 1  # of the last owner
+    cache.begin_step(5, [([0, 1], 0, 21)])
+    cache.counts[1, 0] = torch.tensor([5, 0, 0, 0], dtype=torch.int8)
+    cache.begin_step(1, [([0, 1], 21, 1)])
+    assert cache.total([1]).tolist() == [[5, 0, 0, 0]]
 
 
 def test_counts_go_along_when_a_block_is_copied_or_handed_on():

@@ -68,8 +68,8 @@ def test_requests_together_are_answered_as_generate_answers_each(whole, expected
         assert end.request.num_prompt_tokens == len(PROMPTS[name])
 
 
-def test_stages_and_preemption_and_small_steps_change_no_token(whole, expected):
-    for options in ({"cuts": (2, 4)}, {"num_blocks": 13}, {"max_rows": 55}, {"max_running": 2}):
+def test_preemption_and_small_steps_change_no_token(whole, expected):
+    for options in ({"num_blocks": 13}, {"max_rows": 55}, {"max_running": 2}):
         engine = engine_of(whole, **options)
         found = {name: end.request.output_ids for name, end in answers(engine).items()}
         assert found == expected, options

@@ -8,7 +8,6 @@ import torch
 
 from edge_runtime.clock import SystemClock
 from edge_runtime.engine.engine import Engine, EngineThread, Output
-from edge_runtime.engine.runner import StagedRunner
 from edge_runtime.engine.scheduler import Scheduler
 from edge_runtime.model.sampling import Sampler
 from tests.support.engines import (
@@ -16,6 +15,7 @@ from tests.support.engines import (
     answers_of,
     assert_nothing_left,
     engine_of,
+    pipeline_of,
     placed_experts,
     request_of,
     run_to_end,
@@ -101,25 +101,10 @@ def test_a_prefix_found_in_the_cache_changes_no_token(whole, prompts, expected):
     assert ended.request.num_cached == 48
 
 
-def test_stages_give_the_tokens_and_the_bill_of_one_runner(whole, prompts, expected):
-    for cuts in ([1], [2, 5], [1, 2, 3, 4, 5]):
-        engine = engine_of(whole, cuts=cuts, max_rows=20)
-        assert isinstance(engine.runner, StagedRunner)
-        assert answers_of(engine, prompts) == expected
-        assert engine.runner.times.steps > 0
-    one, staged = engine_of(whole), engine_of(whole, cuts=[3])
-    bills = []
-    for engine in (one, staged):
-        engine.submit(request_of("b", prompts["b"]))
-        ended = run_to_end(engine)["b"]
-        bills.append((ended.bill, ended.slots))
-    assert bills[0] == bills[1]
-
-
 def test_an_engine_refuses_to_run_a_part_of_the_model(whole):
-    engine = engine_of(whole, cuts=[3])
+    engine, part = engine_of(whole), pipeline_of(whole, [3]).runner
     with pytest.raises(ValueError, match=r"runs all 6 layers, not \[0, 3\)"):
-        Engine(engine.scheduler, engine.runner._stages[0], engine.sampler, engine.clock)
+        Engine(engine.scheduler, part, engine.sampler, engine.clock)
 
 
 # How a request ends.

@@ -250,12 +250,12 @@ def test_results_of_another_run_or_of_no_step_are_nothing(whole: Whole) -> None:
     engine.submit(request_of("a", SHARED, max_tokens=2))
     while not engine.stages.results:
         engine.step()
-    result, served = engine.stages.results[0]
-    assert engine.take(type(result)(run="another", step=result.step), served) == []
-    assert engine.take(type(result)(run=result.run, step=999), served) == []
+    result, *tensors = engine.stages.results[0]
+    assert engine.take(type(result)(run="another", step=result.step), *tensors) == []
+    assert engine.take(type(result)(run=result.run, step=999), *tensors) == []
     assert engine.num_under_way == 1
     wrong = type(result)(run=result.run, step=result.step, token_ids=[3, 4])
-    assert engine.take(wrong, served) == [] and engine.num_under_way == 0
+    assert engine.take(wrong, *tensors) == [] and engine.num_under_way == 0
     assert len(run_to_end(engine)["a"].request.output_ids) == 2
 
 
@@ -317,6 +317,16 @@ def test_the_bill_says_where_every_layer_was_served(whole: Whole) -> None:
     }
     [slots] = bills[0].slots.values()
     assert bills[1].slots == {"n1": slots // 3, "n2": slots // 3, "n3": slots // 3}
+
+
+def test_a_request_that_fails_in_several_stages_is_told_of_the_first(whole: Whole) -> None:
+    layers = {"n1": 0, "n2": 3}
+    ports = {
+        name: Lacking(placed_experts(whole, name), layer=layer, expert=5) for name, layer in layers.items()
+    }
+    engine = pipeline_of(whole, [2], port=ports.__getitem__)
+    engine.submit(request_of("r", list(range(60))))
+    assert run_to_end(engine)["r"].detail == ports["n1"].why
 
 
 # Changes of placement.

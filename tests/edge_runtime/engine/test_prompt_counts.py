@@ -14,9 +14,12 @@ from edge_runtime.engine.runner import HostedExperts
 from edge_runtime.model.moe import Beside, Missing
 from edge_runtime.routing.signature import check_conservation
 from tests.support.engines import (
+    Whole,
     engine_of,
+    pipeline_of,
     placed_experts,
     run_to_end,
+    turn,
 )
 
 IDS = torch.randint(10, 8000, (400,), generator=torch.Generator().manual_seed(9)).tolist()
@@ -37,6 +40,13 @@ def cold(whole):
         return known[tuple(prompt)]
 
     return counts
+
+
+def built(whole: Whole, cuts: Sequence[int], port: HostedExperts | None = None, **options: int) -> Engine:
+    """One engine over all layers, or the first stage of several."""
+    if not cuts:
+        return engine_of(whole, port=port, **options)
+    return pipeline_of(whole, cuts, port=None if port is None else lambda name: port, **options)
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int, output_ids: Sequence[int] = ()) -> Request:
@@ -118,15 +128,13 @@ asked = st.tuples(prompts, st.integers(1, 24), st.sampled_from(["new", "moved", 
     st.lists(asked, min_size=2, max_size=6),
     st.sampled_from([16, 23, 48]),
     st.integers(9, 20),
-    st.sampled_from([(), (3,)]),
+    st.sampled_from([(), (3,), (1, 4)]),
 )
 def test_hits_evictions_chunks_preemptions_and_moves_change_no_count(
     whole, cold, wanted, max_rows, num_blocks, cuts
 ):
     """Prompts begin alike; some contain an earlier answer; some come with a part of their answer."""
-    engine = engine_of(
-        whole, num_blocks=num_blocks, max_rows=max_rows, max_running=4, context_tokens=144, cuts=cuts
-    )
+    engine = built(whole, cuts, num_blocks=num_blocks, max_rows=max_rows, max_running=4, context_tokens=144)
     done: list[Request] = []
     for index, (prompt, max_tokens, kind) in enumerate(wanted):
         output_ids: list[int] = []
@@ -139,7 +147,7 @@ def test_hits_evictions_chunks_preemptions_and_moves_change_no_count(
         each = request(str(index), prompt, max_tokens, output_ids)
         engine.submit(each)
         for _ in range(index % 3 * 4):
-            engine.step()
+            turn(engine)
             engine.scheduler.check()
         done.append(each)
     run_to_end(engine)
@@ -159,16 +167,32 @@ def test_a_preempted_request_is_counted_as_if_it_had_not_been(whole, cold):
         assert (each.prompt_counts == cold(each.prompt_ids)).all()
 
 
-@pytest.mark.parametrize("cuts", [(), (2,)])
+@pytest.mark.parametrize("cuts", [(), (2,), (4,), (1, 3)])
 def test_a_step_that_is_tried_again_counts_once(whole, cold, cuts):
     port = Faltering(placed_experts(whole), layer=4, steps=[2, 3, 6, 9])
-    engine = engine_of(whole, max_rows=24, port=port, cuts=cuts)
+    engine = built(whole, cuts, port, max_rows=24)
     first, second = request("a", IDS[:61], 6), request("b", IDS[:37] + IDS[300:321], 6)
     for each in (first, second):
         engine.submit(each)
     run_to_end(engine)
     assert port.times_failed
     for each in (first, second):
+        assert (each.prompt_counts == cold(each.prompt_ids)).all()
+
+
+def test_steps_that_stages_have_computed_and_the_first_has_not_heard_of_count_once(whole, cold):
+    engine = built(whole, (2, 4), max_rows=24)
+    requests = [request("a", IDS[:61], 6), request("b", IDS[:37] + IDS[300:321], 6)]
+    for each in requests:
+        engine.submit(each)
+    number = 0
+    while not engine.is_idle:
+        turn(engine)
+        number += 1
+        if number % 4 == 0:  # results are on their way: they never come
+            engine.stages.results.clear()
+            engine.abandon_all()
+    for each in requests:
         assert (each.prompt_counts == cold(each.prompt_ids)).all()
 
 

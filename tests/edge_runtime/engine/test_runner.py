@@ -1,6 +1,4 @@
-"""One step of a runner over a range of layers, and stages put together against the whole."""
-
-import itertools
+"""One step of a runner over a range of layers."""
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from edge_runtime.clock import ManualClock
 from edge_runtime.engine.plan import StepPlan, StepSlice
 from edge_runtime.engine.request import Request, SamplingParams
 from edge_runtime.engine.request_table import RequestTable
-from edge_runtime.engine.runner import Runner, StagedRunner
+from edge_runtime.engine.runner import Runner
 from edge_runtime.model.decoder import Decoder
 from tests.support.engines import Lacking, Whole, placed_experts, whole_model
 from tests.support.tiny_models import write_tiny_qwen3_moe
@@ -55,34 +53,6 @@ def plans(requests: list[Request]) -> list[StepPlan]:
     return [first, second]
 
 
-def run(runner, requests: list[Request]) -> list[torch.Tensor]:
-    found = []
-    for plan in plans(requests):
-        if plan.slices[0].start:
-            for request in requests[1:]:
-                request.tokens.append(41)
-        result = runner.run(plan)
-        assert result.failed == {} and result.hidden is None
-        found.append(result.logits.clone())
-    return found
-
-
-@pytest.mark.parametrize("cuts", [[1], [2], [3], [1, 2, 3]])
-def test_stages_put_together_give_the_bits_and_accounts_of_one_runner(whole, cuts):
-    one = runner_of(whole, 0, 4)
-    bounds = [0, *cuts, 4]
-    staged = StagedRunner([runner_of(whole, a, b) for a, b in itertools.pairwise(bounds)])
-    assert (staged.first_layer, staged.last_layer, staged.num_layers) == (0, 4, 4)
-    for expected, found in zip(run(one, requests()), run(staged, requests()), strict=True):
-        assert torch.equal(found, expected)
-    assert one.num_accounts == 3 and staged.num_accounts == 3 * (len(cuts) + 1)
-    for name in ("r0", "r1", "r2"):
-        expected, found = one.take_account(name), staged.take_account(name)
-        assert found.host_names == expected.host_names
-        torch.testing.assert_close(found.served, expected.served)
-    assert one.num_accounts == staged.num_accounts == 0
-
-
 def test_a_stage_that_does_not_end_the_model_gives_rows_and_no_logits(whole):
     first, last = runner_of(whole, 0, 2), runner_of(whole, 2, 4)
     plan = plans(requests())[0]
@@ -96,11 +66,6 @@ def test_a_step_in_which_nobody_samples_gives_no_logits(whole):
     [request, *_] = requests()
     result = runner_of(whole, 0, 4).run(StepPlan((StepSlice(request, 0, 16, False),), 16))
     assert result.logits is None and result.hidden is None
-
-
-def test_stages_that_do_not_adjoin_are_refused(whole):
-    with pytest.raises(ValueError, match="ends before layer 1 and the next begins at 2"):
-        StagedRunner([runner_of(whole, 0, 1), runner_of(whole, 2, 4)])
 
 
 def test_a_later_stage_needs_rows_and_the_first_takes_none(whole):
@@ -130,13 +95,6 @@ def test_missing_experts_name_the_requests_of_their_rows_and_no_account_counts_t
             slots = runner.take_account(request.request_id).served[1].sum()
             assert (slots < count * 3 * 2) == (request.request_id in result.failed)
     assert failing == {"r0", "r1", "r2"}
-
-
-def test_a_request_that_fails_in_several_stages_is_told_of_the_first(whole):
-    ports = [Lacking(placed_experts(whole), layer=layer, expert=5) for layer in (0, 2)]
-    staged = StagedRunner([runner_of(whole, 0, 2, ports[0]), runner_of(whole, 2, 4, ports[1])])
-    result = staged.run(plans(requests())[0])
-    assert result.failed["r2"] == ports[0].why
 
 
 def test_the_bill_counts_gate_weight_alike_where_a_layer_is_local_and_where_it_is_not(whole):

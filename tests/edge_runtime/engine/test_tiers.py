@@ -16,7 +16,7 @@ from edge_runtime.model.build import add_experts, empty_store
 from edge_runtime.model.moe import LocalExperts
 from tests.support.decoders import all_experts
 from tests.support.elsewhere import Elsewhere, budget_engine, selector_of, some_elsewhere
-from tests.support.engines import Whole, engine_of, placed_experts, run_to_end, whole_model
+from tests.support.engines import Whole, engine_of, pipeline_of, placed_experts, run_to_end, whole_model
 
 N, FULL = 4, 16
 
@@ -78,19 +78,20 @@ class Watched:
         )
 
 
-def answers(whole, tiers, gates=None, watch=None, max_rows=64):
-    port = placed_experts(whole)
-    engine = engine_of(whole, port=Watched(port) if watch is not None else port, max_rows=max_rows)
-    engine.runner.gates = gates
+def answers(whole, tiers, gates=None, watch=None, max_rows=64, cuts=()):
+    if cuts:
+        engine = pipeline_of(whole, cuts, max_rows=max_rows)
+        for runner in (engine.runner, *(stage.runner for stage in engine.stages.stages)):
+            runner.gates = gates
+    else:
+        port = placed_experts(whole)
+        engine = engine_of(whole, port=Watched(port) if watch is not None else port, max_rows=max_rows)
+        engine.runner.gates = gates
     prompts = [[5 + 7 * i, 90 + i, 400, 33, 12 + i] for i in range(len(tiers))]
     for i, (tier, prompt) in enumerate(zip(tiers, prompts, strict=True)):
         params = SamplingParams(max_tokens=6, seed=0, ignore_eos=True)
         engine.submit(Request(f"r{i}", prompt, params, 0.0, tier=tier))
-    ended = {}
-    while not engine.is_idle:
-        for output in engine.step():
-            if output.ended is not None:
-                ended[output.request_id] = output.ended
+    ended = run_to_end(engine)
     if watch is not None:
         watch += engine.runner.port.slices
     return [ended[f"r{i}"] for i in range(len(tiers))]
@@ -120,6 +121,24 @@ def test_a_tier_in_a_batch_answers_as_alone(split, gates):
         alone[index] = tier
         assert texts(answers(split, alone, gates))[index] == together[index]
     assert texts(answers(split, [6, 0, 11], gates, max_rows=9)) == together, "prompts in chunks"
+
+
+@pytest.mark.parametrize("cuts", [[3], [1], [1, 3, 4]])
+@pytest.mark.parametrize("tiers", [[6, 0, 11, 15], [4], [0, 0]])
+def test_tiers_over_stages_are_those_of_one_node_tokens_and_bill(split, gates, cuts, tiers):
+    expected, found = answers(split, tiers, gates), answers(split, tiers, gates, cuts=cuts)
+    assert texts(found) == texts(expected)
+    for one, staged in zip(expected, found, strict=True):
+        assert staged.bill == pytest.approx(one.bill, rel=1e-6)
+
+
+def test_a_stage_with_whole_experts_refuses_rows_at_a_tier(split, gates):
+    engine = pipeline_of(split, [3])
+    engine.runner.gates = gates
+    engine.submit(Request("r", [5, 90, 400], SamplingParams(max_tokens=2), 0.0, tier=4))
+    engine.step()
+    result, *_ = engine.stages.results[0]
+    assert result.outcome == "lost" and "experts are whole here" in result.why
 
 
 def test_the_bill_says_the_tier_and_what_was_dropped(split, gates):
