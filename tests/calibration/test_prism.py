@@ -1,5 +1,7 @@
 """`calibrate prism`: what it writes, that a stop changes nothing, and whom it refuses."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -10,8 +12,8 @@ from calibration.passes import Unfinished
 from calibration.plain_model import PlainModel, read_expert
 from calibration.prism import PrismOptions, SplitLayers, calibrate_prism, write_fit
 from calibration.requests import Lengths
-from calibration.tier_losses import TierLosses
-from edge_runtime.artifacts import Artifact
+from calibration.tier_losses import TierLosses, measure_tiers
+from edge_runtime.artifacts import Artifact, remove_section
 from edge_runtime.clock import SystemClock
 from edge_runtime.elastic.sub_experts import read_sub_experts
 from edge_runtime.errors import ArtifactError, ConfigError, UserError
@@ -144,3 +146,28 @@ def test_an_artifact_of_other_experts_is_refused(artifact, tmp_path):
         Artifact.open(artifact.folder, model_hash=other.model_hash)
     with pytest.raises(ArtifactError, match="run `edge-runtime calibrate prism`"):
         read_sub_experts(artifact, other.spec)
+
+
+def test_what_layers_lose_at_each_tier_is_measured_and_what_it_needs_is_named(artifact, tmp_path):
+    corpus, clock, out = small_corpus(tmp_path / "corpus"), SystemClock(), tmp_path / "out"
+    shutil.copytree(MODEL / "calibration", out)
+    remove_section(out, "tier_losses")
+    assert read_sub_experts(Artifact.open(out), Checkpoint.open(MODEL).spec).tier_losses is None
+    found = measure_tiers(MODEL, corpus, out, clock, num_windows=2, window_tokens=24)
+    parts = read_sub_experts(found, Checkpoint.open(MODEL).spec)
+    assert parts is not None and parts.tier_losses is not None
+    for losses in parts.tier_losses.values():
+        assert len(losses) == 16 and losses[-1] == 0 < losses[0]
+    assert sum(parts.split_of(6).values()) == 36
+    with pytest.raises(ArtifactError, match="has no section sensitivity; run `edge-runtime calibrate` first"):
+        measure_tiers(MODEL, corpus, artifact.folder, clock, num_windows=2, window_tokens=24)
+
+
+def test_the_demo_models_artifact_spreads_k_so_that_less_is_lost():
+    parts = read_sub_experts(Artifact.open(MODEL / "calibration"), Checkpoint.open(MODEL).spec)
+    assert parts is not None and parts.tier_losses is not None
+    for tier in range(1, 16):
+        spread = parts.split_of(tier)
+        lost = sum(parts.tier_losses[layer][own - 1] for layer, own in spread.items())
+        even = sum(losses[tier - 1] for losses in parts.tier_losses.values())
+        assert sum(spread.values()) == 6 * tier and lost <= even
