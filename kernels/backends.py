@@ -6,12 +6,17 @@ threads give the same bits.
 """
 
 import importlib
+import logging
 import os
 import platform
 import shutil
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
+
+from kernels.interface import OtherInterface
+
+log = logging.getLogger(__name__)
 
 MODULES = {
     "native": "kernels.cpu.compiled",
@@ -34,9 +39,11 @@ def choose(environment: Mapping[str, str]) -> ModuleType:
     wanted = environment.get("EDGE_KERNELS", "")
     try:
         backend = load(wanted or "native")
-    except ImportError:
+    except ImportError as error:
         if wanted:
             raise
+        if isinstance(error, OtherInterface):  # where nothing was built, nobody expects it
+            log.warning("%s; until then plain torch serves, and answers come slower", error)
         backend = load("torch")
     if backend.NAME == "native" and (isa := environment.get("EDGE_CPU_ISA", "")):
         use_isa(isa)
@@ -90,11 +97,12 @@ def describe() -> dict[str, Any]:
     can be had).
     """
     try:
+        load("native")
         from kernels.cpu import _native  # type: ignore[attr-defined]
 
         native_error = None
     except ImportError as error:
-        _native, native_error = None, f"kernels.cpu._native cannot be imported: {error}"
+        _native, native_error = None, f"kernels.cpu._native cannot be used: {error}"
     serving = active().NAME
     return {
         "backend": serving,

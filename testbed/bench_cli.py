@@ -38,7 +38,8 @@ class Several(click.ParamType):
 
 @click.command(
     epilog="\b\nExample:\n  edge-runtime bench\n  edge-runtime bench --streams 1,16 --rounds 5\n"
-    "  edge-runtime bench --peers --vllm-python vllm/bin/python --format bf16,int8"
+    "  edge-runtime bench --peers --vllm-python vllm/bin/python --format bf16,int8\n"
+    "  edge-runtime bench --step --format bf16,int4 --streams 1,8"
 )
 @click.option(
     "--topology",
@@ -115,6 +116,18 @@ class Several(click.ParamType):
     type=click.Path(path_type=Path, file_okay=False),
     help="With --peers: where models converted for llama.cpp are kept. [env: EDGE_BENCH_GGUF]",
 )
+@click.option(
+    "--step",
+    is_flag=True,
+    help="Show where a decode step's time goes, per layer, in one process: --model, --format, --threads, --streams.",
+)
+@click.option(
+    "--join",
+    "pieces",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    multiple=True,
+    help="Measure nothing: print the tables of --peers --json outputs as of one sitting; may be given again.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
 def bench(
     topologies: tuple[Path, ...],
@@ -130,9 +143,17 @@ def bench(
     vllm_python: Path | None,
     llama_python: Path | None,
     gguf: Path | None,
+    step: bool,
+    pieces: tuple[Path, ...],
     as_json: bool,
 ) -> None:
     """Start clusters, load them, and print tok/s, TTFT, TPOT, messages and bytes per token."""
+    if pieces:
+        _join(pieces, as_json)
+        return
+    if step:
+        _step_parts(model, formats, threads, streams or (1, 8, 16), max_tokens - 1, as_json)
+        return
     if not peers:
         _bench_clusters(topologies, streams or (1, 4, 16), max_tokens, rounds, as_json)
         return
@@ -170,6 +191,47 @@ def bench(
                 click.echo(bench_table.tables(results[-1]) + "\n")
     if as_json:
         click.echo(json.dumps({"peers": bench_table.as_json(results)}))
+
+
+def _join(files: Sequence[Path], as_json: bool) -> None:
+    from testbed import bench_peers, bench_table
+
+    results = []
+    for file in files:
+        try:
+            for line in file.read_text(encoding="utf-8").splitlines():
+                results += bench_table.from_json(json.loads(line)["peers"]) if line.strip() else []
+        except (ValueError, KeyError, TypeError) as error:
+            raise click.UsageError(
+                f"--join: {file} is not what `edge-runtime bench --peers --json` prints ({error!r}); give it such files"
+            ) from None
+    whole = bench_peers.joined(results)
+    if as_json:
+        click.echo(json.dumps({"peers": bench_table.as_json(whole)}))
+    else:
+        click.echo("\n\n".join(bench_table.tables(result) for result in whole))
+
+
+def _step_parts(
+    model: Path,
+    formats: tuple[str, ...],
+    threads: tuple[int, ...],
+    batches: tuple[int, ...],
+    steps: int,
+    as_json: bool,
+) -> None:
+    from testbed import step_parts
+    from testbed.bench_peers import Corpus
+
+    corpus, found = Corpus(model, "\n\n".join(_prompts())), []
+    for num_threads in threads:
+        for format in formats:
+            parts = step_parts.measure(model, format, num_threads, batches, steps, corpus)
+            found.append(step_parts.as_json(model.name, format, num_threads, parts))
+            if not as_json:
+                click.echo(step_parts.table(model.name, format, num_threads, parts) + "\n")
+    if as_json:
+        click.echo(json.dumps({"steps": found}))
 
 
 def _bench_clusters(

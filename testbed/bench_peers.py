@@ -113,6 +113,37 @@ class Result:
     load_average: list[float] = field(default_factory=list)
 
 
+def joined(results: Sequence[Result]) -> list[Result]:
+    """Pieces of one sitting put together: those of the same model, format and threads become one, in the order they came.
+
+    Rounds are added up; what is said once (costs, parts of a step) is the first piece's, and an engine is left out where no
+    piece has it.
+    """
+    whole: dict[tuple[str, str, int], Result] = {}
+    for piece in results:
+        key = piece.model, piece.format, piece.threads
+        if key not in whole:
+            whole[key] = Result(*key, piece.cells, peak_flops=piece.peak_flops)
+        into = whole[key]
+        into.cells = tuple(dict.fromkeys((*into.cells, *piece.cells)))
+        into.peak_flops = max(into.peak_flops, piece.peak_flops)
+        for engine, by_cell in piece.rates.items():
+            rates = into.rates.setdefault(engine, {})
+            for title, found in by_cell.items():
+                rates[title] = [*rates.get(title, ()), *found]
+        for engine, costs in piece.costs.items():
+            into.costs[engine] = {**costs, **into.costs.get(engine, {})}
+        into.versions = {**piece.versions, **into.versions}
+        into.left_out = {**piece.left_out, **into.left_out}
+        into.distinct_experts = {**piece.distinct_experts, **into.distinct_experts}
+        into.step_us = {**piece.step_us, **into.step_us}
+        into.stream_bps = [*into.stream_bps, *piece.stream_bps]
+        into.load_average = [*into.load_average, *piece.load_average]
+    for each in whole.values():
+        each.left_out = {name: why for name, why in each.left_out.items() if name not in each.rates}
+    return list(whole.values())
+
+
 class Corpus:
     """Token ids of real text, of which every prompt is a piece of its own."""
 

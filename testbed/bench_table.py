@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from testbed.bench_floors import limit_of
+from testbed.bench_floors import Cost, limit_of
 from testbed.bench_peers import DAEMONS, OWN, Cell, Result
 from testbed.peers.engines import Rate
 
@@ -148,6 +148,7 @@ def as_json(results: Sequence[Result]) -> list[Mapping[str, Any]]:
             "model": result.model,
             "format": result.format,
             "threads": result.threads,
+            "cells": [list(cell) for cell in result.cells],
             "rates": {
                 engine: {title: [rate._asdict() for rate in rates] for title, rates in by_cell.items()}
                 for engine, by_cell in result.rates.items()
@@ -165,6 +166,34 @@ def as_json(results: Sequence[Result]) -> list[Mapping[str, Any]]:
             "left_out": result.left_out,
         }
         for result in results
+    ]
+
+
+def from_json(found: Sequence[Mapping[str, Any]]) -> list[Result]:
+    """What `as_json` gave, as results again. KeyError or TypeError if it is something else."""
+    return [
+        Result(
+            model=each["model"],
+            format=each["format"],
+            threads=each["threads"],
+            cells=tuple(Cell(*cell) for cell in each["cells"]),
+            rates={
+                engine: {title: [Rate(**rate) for rate in rates] for title, rates in by_cell.items()}
+                for engine, by_cell in each["rates"].items()
+            },
+            costs={
+                engine: {title: Cost(*cost) for title, cost in by_cell.items()}
+                for engine, by_cell in each["bytes_and_flops"].items()
+            },
+            distinct_experts=each["distinct_experts"],
+            step_us=each["step_us"],
+            stream_bps=each["stream_bps"],
+            peak_flops=each["peak_flops"],
+            load_average=each["load_average"],
+            versions=each["versions"],
+            left_out=each["left_out"],
+        )
+        for each in found
     ]
 
 

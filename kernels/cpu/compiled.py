@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.activations import ACTIVATIONS, Activation
 from kernels.cpu import _native  # type: ignore[attr-defined]
+from kernels.interface import check_interface
 from kernels.packing import FORMATS as ALL_FORMATS
 from kernels.packing import LANES
 from kernels.reference.dispatch import Dispatched
@@ -27,12 +28,18 @@ CODES = {
     "bfloat16x2": 6,
 }  # table.h
 
+CODED = ("int8", "int4", "mxfp4")  # quantise.h
+
+check_interface(getattr(_native, "INTERFACE", 1))
+
 new_bank = _native.Bank
 _native.find_torch(torch, True)
 
 
 def _fill(panels: _native.PackedPanels, first: int, weight: Weight, format: str) -> None:
     """Encode and pack one weight; addresses go over: bfloat16 is all the same to them."""
+    if format in CODED and isinstance(weight, Tensor) and _quantise(panels, first, weight):
+        return
     encoded = encode(weight, format)
     if isinstance(encoded, Tensor):
         panels.fill(first, encoded.data_ptr(), len(encoded))
@@ -40,6 +47,14 @@ def _fill(panels: _native.PackedPanels, first: int, weight: Weight, format: str)
         panels.fill(first, encoded.values.data_ptr(), len(encoded.values))
     else:
         panels.fill_codes(first, encoded.values.data_ptr(), encoded.scales.data_ptr(), encoded.shape[0])
+
+
+def _quantise(panels: _native.PackedPanels, first: int, weight: Tensor) -> bool:
+    """Make codes of a float weight where they belong; False where only `encode` says what they are (nan, inf, too large)."""
+    if weight.shape[1] > 1 and weight.stride(1) != 1:
+        weight = weight.contiguous()
+    stored = CODES[str(weight.dtype).removeprefix("torch.")]
+    return panels.quantise(first, weight.data_ptr(), stored, weight.stride(0), len(weight))
 
 
 def pack_rows(weights: Sequence[Weight], format: str) -> _native.PackedPanels:

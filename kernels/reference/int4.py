@@ -26,6 +26,13 @@ def part(pairs: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
 
 
+def pairwise_sum(values: Tensor) -> Tensor:
+    """Sum of a last dimension of 32 as one tree: i with i + 16, then i + 8, 4, 2, 1. torch's own depends on the processor."""
+    for half in (16, 8, 4, 2, 1):
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
+
+
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [N, K] float32 to codes [N, groups, 16] uint8, two's complement in -8..7, and scales [N, groups] float16.
 
@@ -40,7 +47,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
         scales = wanted.to(torch.float16)
         wide = scales.float()[..., None]
         codes = torch.where(wide == 0, 0.0, groups / wide).round_().clamp_(-8, 7)
-        error = (codes * wide).sub_(groups).square_().sum(dim=2)
+        error = pairwise_sum((codes * wide).sub_(groups).square_())
         if best is None:
             best = codes, scales, error
         else:

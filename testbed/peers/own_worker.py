@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from time import perf_counter, process_time, thread_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,16 @@ from topology.files import read_cluster
 from topology.placement import plan_placement
 
 STEP_PARTS = ("plan", "rows", "attention", "experts", "head", "sample")
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of one step of an engine alone."""
+
+    step: float
+    spent: tuple[float, ...]
+    """In the compiled kernels: dense (the head's too), attention, experts."""
+    head: float
+    num_layers: int
 
 
 class _Clock:
@@ -66,6 +76,7 @@ class OwnRunner:
         said = backends.describe()
         self._num_requests = 0
         self._times_at_start: dict[str, float] = {}
+        self._spent_at_start: tuple[float, ...] = ()
         self.facts = {
             "version": f"edge-runtime, {said['backend']} {said['isa'] or ''}".strip(),
             "expert_bytes": share.store.nbytes,
@@ -88,6 +99,7 @@ class OwnRunner:
                 started.update(output.request_id for output in outputs)
                 if len(started) == len(prompts):
                     self._times_at_start = asdict(self._engine.runner.times)
+                    self._spent_at_start = _spent()
                     began = moment()
         for name in names:
             self._engine.abort(name)
@@ -119,6 +131,19 @@ class OwnRunner:
             "step_us": {part: (after[part] - before[part]) / num_steps * 1e6 for part in STEP_PARTS},
         }
 
+    def step_parts(self, prompts: list[list[int]], steps: int) -> StepSeconds:
+        """What one decode step of these prompts takes, mean of `steps`. Only with the compiled kernels."""
+        took = self.decode(prompts, steps)
+        runner, before = self._engine.runner, self._times_at_start
+        num_steps = max(1, runner.times.steps - int(before["steps"]))
+        assert took.began is not None, "a decode that returned has begun"
+        return StepSeconds(
+            (took.ended.wall_s - took.began.wall_s) / num_steps,
+            tuple((now - then) / num_steps for now, then in zip(_spent(), self._spent_at_start, strict=True)),
+            (runner.times.head - before["head"]) / num_steps,
+            runner.num_layers,
+        )
+
     def _submit(self, prompts: Sequence[list[int]], tokens: int) -> list[str]:
         names = []
         for prompt in prompts:
@@ -128,6 +153,15 @@ class OwnRunner:
             params = SamplingParams(max_tokens=tokens, ignore_eos=True)
             self._engine.submit(Request(names[-1], prompt, params, 0.0, salt=names[-1]))
         return names
+
+
+def _spent() -> tuple[float, ...]:
+    """Seconds in the compiled kernels since the process began: dense, attention, experts; nothing without them."""
+    if backends.active().NAME != "native":
+        return ()
+    from kernels.cpu import _native  # type: ignore[attr-defined]
+
+    return _native.spent()
 
 
 def _read_by_a_step(trunk: Trunk | None) -> int:

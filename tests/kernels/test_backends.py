@@ -57,3 +57,42 @@ def test_describe_says_what_serves_and_why(backend):
     assert said["backend"] == backend.NAME
     assert (said["isa"] is not None) == (backend.NAME == "native")
     assert said["native_error"] is None or "_native" in said["native_error"]
+
+
+STALE = """
+import logging, sys, types
+import kernels.cpu
+stale = types.ModuleType("kernels.cpu._native")
+{attributes}
+sys.modules["kernels.cpu._native"] = kernels.cpu._native = stale
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+from kernels import backends
+from edge_runtime.doctor import _kernels
+print("serves", backends.active().NAME, backends.active().NAME)
+print("doctor", _kernels().detail)
+"""
+
+
+@pytest.mark.parametrize(("attributes", "found"), [("", 1), ("stale.INTERFACE = 10**6", 10**6)])
+def test_a_compiled_module_of_other_files_is_told_once_and_left(attributes, found):
+    """As after new Python files came without a new build: any attribute may be missing, or mean something else."""
+    run = subprocess.run(
+        [sys.executable, "-c", STALE.format(attributes=attributes)],
+        env={name: value for name, value in os.environ.items() if not name.startswith("EDGE_")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    warned, serves, doctor = run.stdout.splitlines()
+    assert warned.startswith("WARNING kernels.cpu._native was built for other Python files")
+    assert f"found interface {found}, expected" in warned and "`make install`" in warned
+    assert serves == "serves torch torch"
+    assert "torch path" in doctor and "`make install`" in doctor
+
+
+def test_the_compiled_module_has_the_interface_of_these_files(native):
+    from kernels.cpu import _native
+    from kernels.interface import INTERFACE
+
+    assert _native.INTERFACE == INTERFACE

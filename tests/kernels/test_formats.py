@@ -355,3 +355,64 @@ def test_a_weight_of_any_strides_is_packed_as_its_values_stand(backend, random, 
         x = random(3, weight.shape[1])
         dense = ops.linear(x, ops.pack_linear(weight.contiguous(), format=format))
         assert torch.equal(ops.linear(x, ops.pack_linear(weight, format=format)), dense)
+
+
+def awkward_weight(random, N, K, dtype):
+    """Values of many sizes, whole groups of zeros, ties between codes, subnormals, and the ends of the range."""
+    weight = random(N, K) * 10.0 ** random.integers(9, (N, 1)).sub(6).float()
+    weight[0] = 0.0
+    weight[1] = torch.arange(K).remainder(17).sub(8) / 4  # on codes and on the middles between them
+    weight[2, : K // 2] = 0.0
+    weight[3] *= 1e-38 / 10.0 ** random.integers(9, (1,)).float()
+    weight[4] = torch.where(weight[4] > 0, 1.0, -1.0)
+    weight[5] = -weight[5].abs()
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("N, K", [(33, 70), (40, 256), (16, 1), (23, 96)])
+def test_codes_made_while_packing_are_those_that_are_defined(native, random, N, K, dtype, format):
+    """By what they stand for, all instruction sets: rows of two weights in one, the second begins inside a panel."""
+    weight = awkward_weight(random, N, K, dtype)
+    expected = decode(encode(weight, format))
+    parts = [weight[:7], weight[7:]]
+    for isa, w in on_every_isa(lambda: ops.pack_linear_rows(parts, format=format)):
+        assert torch.equal(plain(w, N), expected), isa
+    strided = torch.cat([weight, weight], dim=1)[:, :K]
+    assert torch.equal(plain(ops.pack_linear(strided, format=format), N), expected)
+    turned = weight.T.contiguous().T
+    assert torch.equal(plain(ops.pack_linear(turned, format=format), N), expected)
+
+
+@pytest.mark.parametrize("format", QUANTISED)
+def test_codes_of_many_random_weights_are_those_that_are_defined(native, random, format):
+    weight = random(400, 1024, scale=0.03).bfloat16()
+    found = plain(ops.pack_linear(weight, format=format), 400)
+    assert torch.equal(found, decode(encode(weight, format)))
+
+
+@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, 1e30])
+def test_a_weight_without_codes_of_its_own_is_packed_as_the_plain_path_packs_it(
+    native, random, format, poison
+):
+    weight = random(20, 70)
+    weight[11, 33] = poison
+    torch.testing.assert_close(
+        plain(ops.pack_linear(weight, format=format), 20),
+        decode(encode(weight, format)),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+    )
+
+
+def test_the_sum_that_chooses_an_int4_scale_has_one_order_everywhere():
+    values = torch.randn(5, 3, 32, generator=torch.Generator().manual_seed(3)) ** 2
+    summed = int4.pairwise_sum(values)
+    for at, lanes in ((at, values[at].tolist()) for at in [(0, 0), (4, 2)]):
+        numbers = [torch.tensor(lane) for lane in lanes]
+        for half in (16, 8, 4, 2, 1):
+            numbers = [numbers[i] + numbers[i + half] for i in range(half)]
+        assert summed[at] == numbers[0]

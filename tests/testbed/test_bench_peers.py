@@ -1,5 +1,6 @@
 """The side-by-side benchmark without any peer: prompts, columns, rates, tables, and workers as processes."""
 
+import json
 import os
 import re
 import time
@@ -21,9 +22,10 @@ from testbed.bench_peers import (
     Sitting,
     cells_of,
     free_ports,
+    joined,
     one_node,
 )
-from testbed.bench_table import as_json, number, tables
+from testbed.bench_table import as_json, from_json, number, tables
 from testbed.peers.engines import Rate, Work, WorkerEngine, process_cpu_s
 from topology.parse import parse_cluster
 
@@ -181,6 +183,37 @@ def test_the_json_form_keeps_every_round():
     (found,) = as_json([some_result()])
     assert found["rates"]["own"]["decode 1"][1] == {"wall": 110, "cpu": 220}
     assert found["bytes_and_flops"]["own"]["decode 1"] == [40e6, 1e6]
+
+
+def test_a_result_comes_back_from_its_json_form():
+    (found,) = from_json(json.loads(json.dumps(as_json([some_result()]))))
+    assert found == some_result()
+
+
+def test_pieces_of_a_sitting_are_joined_by_model_format_and_threads():
+    first, second, other = some_result(), some_result(), some_result()
+    other.threads = 2
+    second.rates["c"] = {"decode 1": [Rate(7, 7)]}
+    second.left_out = {"d": "gone"}
+    second.cells = (*second.cells, Cell("decode", 16, 32))
+    whole, apart = joined([first, other, second])
+    assert apart == other
+    assert whole.rates["own"]["decode 1"] == 2 * some_result().rates["own"]["decode 1"]
+    assert whole.rates["c"] == {"decode 1": [Rate(7, 7)]}
+    assert whole.left_out == {"d": "gone"}, "c was measured by one piece"
+    assert [cell.title for cell in whole.cells] == ["decode 1", "decode 8", "prefill 511", "decode 16"]
+    assert len(whole.stream_bps) == 6 and "- without d: gone" in tables(whole)
+
+
+def test_the_command_joins_what_it_printed_and_refuses_other_files(tmp_path):
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(json.dumps({"peers": as_json([some_result()])}) + "\n")
+    done = CliRunner().invoke(bench, ["--join", str(tmp_path / "a.json"), "--join", str(tmp_path / "b.json")])
+    assert done.exit_code == 0 and done.output.count("###") == 1
+    assert ["own", "100 (90.0-110)", "400 (400-400)", "1000 (1000-1000)"] in rows_of(done.output)
+    (tmp_path / "c.json").write_text('{"cells": []}')
+    refused = CliRunner().invoke(bench, ["--join", str(tmp_path / "c.json")])
+    assert refused.exit_code == 2 and "c.json is not what" in refused.output
 
 
 @pytest.mark.parametrize(("value", "shown"), [(1234.5, "1234"), (99.94, "99.9"), (3.14159, "3.14")])

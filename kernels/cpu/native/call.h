@@ -4,6 +4,7 @@
 
 #include "arguments.h"
 #include "isa.h"
+#include "spent.h"
 
 
 namespace edge {

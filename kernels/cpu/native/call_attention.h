@@ -24,6 +24,7 @@ inline bool call_kv_write(py::handle k_, py::handle v_, py::handle k_pages_, py:
     if (!k.is_heads(T, pages.G, pages.P) || !v.is_heads(T, pages.G, pages.Pv)) return false;
     check_range("slots", slots.ints(), T, 0, pages.num_blocks * 16);
     py::gil_scoped_release release;
+    const Spending spending(ATTENTION);
     write_kv(pages, k.floats(), k.strides[0], k.strides[1], v.floats(), v.strides[0], v.strides[1], slots.ints(), T);
     return true;
 }
@@ -38,6 +39,7 @@ inline bool call_kv_copy(Address pages, int64_t num_blocks, int64_t block_bytes,
     check_range("source", source.ints(), n, 0, num_blocks);
     check_range("destination", destination.ints(), n, 0, num_blocks);
     py::gil_scoped_release release;
+    const Spending spending(ATTENTION);
     for (int64_t i = 0; i < n; ++i)
         std::memcpy(at<char>(pages) + destination.ints()[i] * block_bytes, at<char>(pages) + source.ints()[i] * block_bytes,
                     static_cast<size_t>(block_bytes));
@@ -88,6 +90,7 @@ inline bool run_paged_attention(py::handle q_, py::handle k_pages_, py::handle v
     check_range("row_position", call.row_position, T, 0, M * 16);
     check_tables(call);
     py::gil_scoped_release release;
+    const Spending spending(ATTENTION);
     attention_in_parts(kernels(), call);
     return true;
 }

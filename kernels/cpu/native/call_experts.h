@@ -27,6 +27,7 @@ inline bool call_grouped_ffn(py::handle x_, py::handle rows_, py::handle expert_
     check_resident(*table, ids, R);
     check_range("rows", rows, R, 0, x.shape[0]);
     py::gil_scoped_release release;
+    const Spending spending(EXPERTS);
 
     run_experts(kernels(), *table, x.floats(), x.strides[0], rows, ids, R, out.floats(), out.strides[0]);
     return true;
@@ -45,6 +46,7 @@ inline bool call_combine(py::handle expert_out_, py::handle slots_, py::handle w
     const int64_t T = slots.shape[0], K = slots.shape[1];
     check_range("slots", slots.ints(), T * K, -1, expert_out.shape[0]);
     py::gil_scoped_release release;
+    const Spending spending(EXPERTS);
     kernels().combine(expert_out.floats(), expert_out.strides[0], slots.ints(), weights.floats(), T, K, D,
                     hidden.floats(), hidden.strides[0]);
     return true;
@@ -67,6 +69,7 @@ inline py::object call_experts(py::handle x_, py::handle expert_ids_, py::handle
     bool is_finite;
     {
         py::gil_scoped_release release;
+        const Spending spending(EXPERTS);
         is_finite = run_and_combine(kernels(), *table, x.floats(), x.strides[0], expert_ids.ints(), weights.floats(), T, K, D,
                                     hidden.floats(), hidden.strides[0], expert_out.floats(), expert_out.strides[0]);
     }

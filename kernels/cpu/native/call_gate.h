@@ -70,6 +70,7 @@ inline bool call_gate_topk(py::handle logits_, int64_t k, py::handle rule, py::h
     call.weights = weights.floats();
     if (!read_rule(rule, E, call) || !read_counting(counting, call)) return false;
     py::gil_scoped_release release;
+    const Spending spending(DENSE);
     kernels().gate_topk(call);
     return true;
 }

@@ -13,6 +13,7 @@ inline bool call_linear(py::handle x_, const PackedPanels& w, py::handle bias_, 
         !read_vector(bias_, bias, N))
         return false;
     py::gil_scoped_release release;
+    const Spending spending(DENSE);
     linear_in_parts(kernels(), w.view(), x.floats(), x.strides[0], x.shape[0], bias.floats(), out.floats(), out.strides[0],
                     add);
     return true;
@@ -26,6 +27,7 @@ inline bool call_linear_heads(py::handle x_, const PackedHeads& heads, py::handl
         !out.is_heads(x.shape[0], H, first.num_outputs))
         return false;
     py::gil_scoped_release release;
+    const Spending spending(DENSE);
     heads_in_parts(kernels(), heads.views(), x.floats(), x.strides[0], x.strides[1], x.shape[0], out.floats(),
                    out.strides[0], out.strides[1]);
     return true;
@@ -38,6 +40,7 @@ inline bool call_embed(py::handle ids_, const PackedPanels& w, py::handle out_) 
         return false;
     check_range("token_ids", ids.ints(), ids.shape[0], 0, w.view().num_outputs);
     py::gil_scoped_release release;
+    const Spending spending(DENSE);
     for (int64_t t = 0; t < ids.shape[0]; ++t) w.widen_row(ids.ints()[t], out.floats() + t * out.strides[0]);
     return true;
 }
@@ -48,6 +51,7 @@ inline bool call_rms_norm(py::handle x_, py::handle weight_, float eps, py::hand
     const int64_t D = x.shape[1];
     if (!read_vector(weight_, weight, D) || !x.is_rows(D) || !out.is_rows(D) || x.shape[0] != out.shape[0]) return false;
     py::gil_scoped_release release;
+    const Spending spending(DENSE);
     kernels().rms_norm(x.floats(), x.strides[0], weight.floats(), eps, x.shape[0], D, out.floats(), out.strides[0]);
     return true;
 }
@@ -64,6 +68,7 @@ inline bool call_head_norm_rope(py::handle x_, py::handle weight_, float eps, py
     if (2 * C > P || sin.shape[0] != S || sin.shape[1] != C) return false;
     check_range("positions", positions.ints(), T, 0, S);
     py::gil_scoped_release release;
+    const Spending spending(DENSE);
     kernels().head_norm_rope(x.floats(), x.strides[0], x.strides[1], T, H, P, weight.floats(), eps, cos.floats(),
                            sin.floats(), C, interleaved, positions.ints());
     return true;
@@ -73,6 +78,7 @@ inline bool call_soft_cap(py::handle x_, float cap) {
     Argument x;
     if (!read(x_, x) || x.ndim != 2 || !x.is_rows(x.shape[1]) || !(cap > 0)) return false;
     py::gil_scoped_release release;
+    const Spending spending(DENSE);
     kernels().soft_cap(x.floats(), x.strides[0], x.shape[0], x.shape[1], cap);
     return true;
 }

@@ -93,6 +93,7 @@ inline bool call_attention_segment(const AttentionSegment& s, py::handle hidden_
     seen.window = s.window;
     check_tables(seen);
     py::gil_scoped_release release;
+    const Spending spending(DENSE);
     run_attention_segment(kernels(), s, rows, gate);
     return true;
 }

@@ -28,6 +28,7 @@ inline bool call_sliced_ffn(py::handle x_, py::handle rows_, py::handle expert_i
     check_range("rows", row.ints(), R, 0, x.shape[0]);
     if (!fits_parts(*table, expert_id.ints(), mask.ints(), R, parts)) return false;
     py::gil_scoped_release release;
+    const Spending spending(EXPERTS);
     run_experts(kernels(), *table, x.floats(), x.strides[0], row.ints(), expert_id.ints(), R, out.floats(), out.strides[0],
                 mask.ints(), parts);
     return true;
@@ -47,6 +48,7 @@ inline bool call_expert_inner(py::handle x_, py::handle rows_, py::handle expert
     for (int64_t i = 0; i < R; ++i)
         if ((*table)[expert_id.ints()[i]]->view().down.num_inputs != out.shape[1]) return false;
     py::gil_scoped_release release;
+    const Spending spending(EXPERTS);
     kernels().expert_inner(sorted_call(*table, x.floats(), x.strides[0], row.ints(), expert_id.ints(), R, out.floats(),
                                      out.strides[0], nullptr, 1));
     return true;
@@ -69,6 +71,7 @@ inline bool call_choose_slices(py::handle activations_, py::handle expert_ids_, 
         return false;
     check_range("expert_ids", ids.ints(), T * K, 0, E);
     py::gil_scoped_release release;
+    const Spending spending(EXPERTS);
     choose_slices({activations.floats(), columns / N, columns, ids.ints(), weights.floats(), slopes.floats(), offsets.floats(), T, K,
                    N, tiers.ints(), masks.ints(), dropped.floats()});
     return true;
@@ -93,6 +96,7 @@ inline py::object call_sliced_experts(py::handle x_, py::handle expert_ids_, py:
     bool is_finite;
     {
         py::gil_scoped_release release;
+        const Spending spending(EXPERTS);
         is_finite = run_and_combine(kernels(), *table, x.floats(), x.strides[0], ids.ints(), weights.floats(), T, K, bank.D(),
                                     hidden.floats(), hidden.strides[0], out.floats(), out.strides[0], masks.ints(), parts);
     }
@@ -122,6 +126,7 @@ inline bool call_choose_by_neurons(py::handle x_, py::handle expert_ids_, py::ha
     for (int64_t i = 0; i < T * K; ++i)
         if ((*table)[ids.ints()[i]]->view().down.num_inputs % N) return false;
     py::gil_scoped_release release;
+    const Spending spending(EXPERTS);
     choose_by_neurons(kernels(), *table, x.floats(), x.strides[0],
                       {nullptr, 0, 0, ids.ints(), weights.floats(), slopes.floats(), offsets.floats(), T, K, N,
                        tiers.ints(), masks.ints(), dropped.floats()});

@@ -16,6 +16,8 @@
 
 namespace edge {
 
+constexpr int INTERFACE = 2;  // as in kernels/interface.py; raised when what Python calls here changes
+
 void* scratch(Scratch which, size_t bytes) {
     struct Buffer {
         std::unique_ptr<char, Free> bytes;
@@ -41,6 +43,7 @@ void integer_product(const Panels& w, const float* const* x, float* const* out, 
 PYBIND11_MODULE(_native, m) {
     using namespace edge;
     m.doc() = "Native CPU kernels; see kernels/ops.py for what they mean.";
+    m.attr("INTERFACE") = INTERFACE;
     py::class_<PackedPanels, std::shared_ptr<PackedPanels>>(m, "PackedPanels")
         .def(py::init<int64_t, int64_t, int>())
         .def("fill",
@@ -52,6 +55,11 @@ PYBIND11_MODULE(_native, m) {
              [](PackedPanels& self, int64_t first, Address codes, Address scales, int64_t count) {
                  py::gil_scoped_release release;
                  self.fill_codes(first, at<void>(codes), at<void>(scales), count);
+             })
+        .def("quantise",
+             [](PackedPanels& self, int64_t first, Address rows, int stored, int64_t stride, int64_t count) {
+                 py::gil_scoped_release release;
+                 return kernels().quantise(self.quantising(first, at<void>(rows), stored, stride, count));
              })
         .def_property_readonly("nbytes", &PackedPanels::nbytes);
     py::class_<PackedExpert, std::shared_ptr<PackedExpert>>(m, "PackedExpert")
@@ -78,6 +86,10 @@ PYBIND11_MODULE(_native, m) {
     m.def("isa", [] { return std::string(serving()->name); });
     m.def("runnable_isas", &runnable_isas);
     m.def("use_isa", [](const std::string& isa) { serving() = find_isa(isa); });
+    m.def("spent", [] {  // seconds in dense products and rows, in attention, in experts
+        return py::make_tuple(1e-9 * static_cast<double>(spent_ns(DENSE)), 1e-9 * static_cast<double>(spent_ns(ATTENTION)),
+                              1e-9 * static_cast<double>(spent_ns(EXPERTS)));
+    });
     m.def("linear", &call_linear);
     m.def("embed", &call_embed);
     m.def("rms_norm", &call_rms_norm);

@@ -94,6 +94,11 @@ class PackedPanels {
                             static_cast<const char*>(scales) + (n * per_row + g) * size, static_cast<size_t>(size));
     }
 
+    // The call that makes codes of float rows, stored as `stored` says and `stride` elements apart, into rows `first` and on.
+    QuantiseCall quantising(int64_t first, const void* rows, int stored, int64_t stride, int64_t count) {
+        return {rows, stored, stride, count, view_.num_inputs, view_.format, bytes_.get(), view_.panel_bytes, first};
+    }
+
     void widen_row(int64_t n, float* out) const {
         for (int64_t k = 0; k < view_.num_inputs; ++k) out[k] = value(n, k);
     }

@@ -5,6 +5,7 @@
 #include "arguments.h"
 #include "packed.h"
 #include "parts.h"
+#include "spent.h"
 #include "steps.h"
 #include "table.h"
 
@@ -66,7 +67,10 @@ inline void run_attention_segment(const Kernels& kernels, const AttentionSegment
     const AttentionCall attention{q,           wide,      s.P,   s.pages, r.block_tables, r.M,     r.row_request,
                                   r.positions, s.scale,   mixed, q_width, s.P,            T,       s.H,
                                   s.window,    s.sinks,   s.soft_cap};
-    attention_in_parts(kernels, attention);
+    {
+        const Spending spending(ATTENTION, DENSE);
+        attention_in_parts(kernels, attention);
+    }
     linear_in_parts(kernels, s.out->view(), mixed, q_width, T, s.out_bias, r.hidden, r.hidden_stride, true);
     kernels.rms_norm(r.hidden, r.hidden_stride, s.post_norm, s.eps, T, s.D, r.x, r.x_stride);
     if (!s.gate) return;

@@ -117,6 +117,17 @@ struct SwapCall {
     double* objective;        // [2] written: at first, and at the best
 };
 
+// Rows of a weight become codes in its panels; see quantise.h.
+struct QuantiseCall {
+    const void* rows;  // [count, K] of the format `stored`, a float
+    int stored;
+    int64_t stride, count, K;
+    int format;
+    char* panels;
+    int64_t panel_bytes;
+    int64_t first;  // the weight's row that the first one becomes
+};
+
 struct Kernels {
     // bias [N] or null
     void (*linear)(const Panels& w, const float* x, int64_t x_stride, int64_t T, const float* bias, float* out,
@@ -139,6 +150,7 @@ struct Kernels {
     float (*fma_turns)(int64_t turns);                   // for the roofline: 512 multiply-adds each, nothing else
     void (*swap_search)(const SwapCall& call);
     void (*expert_inner)(const ExpertCall& call);  // out [R, F]: what the neurons give
+    bool (*quantise)(const QuantiseCall& call);    // false, with anything written, if a number is not finite
     // out [n, F up to whole panels]: what the neurons of n experts of one shape and format give for one row
     void (*neurons_of_row)(const Expert* const* experts, int64_t n, const float* x, float* out);
 };

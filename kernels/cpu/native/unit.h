@@ -18,13 +18,14 @@ namespace {
 #include "experts.h"
 #include "attention.h"
 #include "swaps.h"
+#include "quantise.h"
 
 }  // namespace
 
 const Kernels* EDGE_TABLE() {
     static const Kernels table = {linear_with_bias, rms_norm, head_norm_rope, soft_cap, paged_attention,
                                   gate_topk,     grouped_ffn,      combine,  exp_row,        tanh_row, finite, fma_turns,
-                                  swap_search,   expert_inner,     neurons_of_row};
+                                  swap_search,   expert_inner,     quantise, neurons_of_row};
     return &table;
 }
 

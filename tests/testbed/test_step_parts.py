@@ -1,0 +1,39 @@
+"""A step taken apart: the parts add up, and the command shows those of a small model with every kind of part."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from kernels import backends
+from testbed.bench_cli import bench
+from testbed.peers.own_worker import StepSeconds
+from testbed.step_parts import parts_of, table
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    parts = parts_of(StepSeconds(10e-3, (4e-3, 1e-3, 2e-3), head=1.5e-3, num_layers=5), 3, waiting_s=0.5e-3)
+    assert parts.dense == pytest.approx(2500) and parts.python == pytest.approx(2500)
+    together = parts.dense + parts.attention + parts.experts + parts.waiting + parts.python + parts.head
+    assert together == pytest.approx(parts.step)
+    assert table("tiny", "int8", 1, [parts]).splitlines()[-1] == (
+        "| 3 | 500.0 | 200.0 | 400.0 | 100.0 | 500.0 | 1500 | 10000 |"
+    )
+
+
+def test_the_command_takes_a_step_of_the_demo_model_apart():
+    try:
+        backends.load("native")
+    except ImportError:
+        pytest.skip("native was not built")
+    before = backends.active().num_threads()
+    done = CliRunner().invoke(
+        bench, ["--step", "--format", "int4", "--streams", "1,3", "--max-tokens", "4", "--json"]
+    )
+    backends.set_num_threads(before)
+    assert done.exit_code == 0, done.output
+    ((found),) = json.loads(done.output)["steps"]
+    assert [parts["requests"] for parts in found["steps"]] == [1, 3]
+    for parts in found["steps"]:
+        assert min(parts[kind] for kind in ("dense", "attention", "experts", "python", "head")) > 0
+        assert parts["waiting"] == 0 and parts["layers"] == 6
