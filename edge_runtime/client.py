@@ -56,6 +56,8 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_ids: list[int] | None = None
     sampling: dict[str, Any] = {}
     trace: bool = False
+    salt: str = ""
+    """Prompts of another salt are not found in each other's KV."""
     user: str = ""
 
 
@@ -392,6 +394,7 @@ def _submit_message(answer: Answer) -> Submit:
         sampling=prompt.sampling,
         credit=CREDIT,
         trace=prompt.trace,
+        salt=prompt.salt,
         user=prompt.user,
     )
     return msgspec.convert(msgspec.to_builtins(message), Submit)

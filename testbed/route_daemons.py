@@ -1,11 +1,13 @@
-"""The comparison of routers through real daemons: a cluster for each run, the same arrivals for every policy.
+"""The comparison of routers through real daemons: one cluster whose router changes, the same arrivals for every policy.
 
 Runs are kept one a line, so that a comparison can be made in pieces. Knows no model; what is measured is what the client sees
 and what nodes count.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -133,30 +135,27 @@ def run_all(
     """
     rows = read_rows(out)
     done = {key_of(row) for row in rows}
+    wanted = itertools.product(range(seeds), workloads, rates, policies)
+    keys = [(workload, rate, setting.copies, seed, policy) for seed, workload, rate, policy in wanted]
+    missing = [key for key in keys if key not in done]
+    if not missing:
+        return rows
     texts = prompts_of(corpus)
     began, longest_s = clock.now(), 0.0
-    for seed in range(seeds):
-        for workload in workloads:
-            for rate in rates:
-                for policy in policies:
-                    key = (workload, rate, setting.copies, seed, policy)
-                    run_began = clock.now()
-                    if key in done:
-                        continue
-                    if budget_s and run_began + longest_s - began > budget_s:
-                        say(f"{budget_s:.0f} s are over; called again it goes on with {key}")
-                        return rows
-                    work = arrivals(texts, workload, setting.requests, rate, seed)
-                    measured = run_one(setting, policy, work, clock)
-                    row = (
-                        dict(zip(("workload", "rate", "copies", "seed", "policy"), key, strict=True))
-                        | measured
-                    )
-                    rows.append(row)
-                    with out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
-                    longest_s = max(longest_s, clock.now() - run_began)
-                    say(f"{key}: TPOT {row['tpot_p50']:.2f} ms, {clock.now() - run_began:.0f} s")
+    with Live(setting, missing[0][-1], clock) as live:
+        for workload, rate, copies, seed, policy in missing:
+            run_began = clock.now()
+            if budget_s and run_began + longest_s - began > budget_s:
+                say(f"{budget_s:.0f} s are over; called again it goes on with seed {seed}, {policy}")
+                break
+            live.route(policy)
+            measured = live.run(arrivals(texts, workload, setting.requests, rate, seed))
+            row = {"workload": workload, "rate": rate, "copies": copies, "seed": seed, "policy": policy}
+            rows.append(row | measured)
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+            longest_s = max(longest_s, clock.now() - run_began)
+            say(f"{key_of(row)}: TPOT {measured['tpot_p50']:.2f} ms, {clock.now() - run_began:.0f} s")
     return rows
 
 
@@ -177,23 +176,60 @@ def key_of(row: Row) -> tuple[str, float, float, int, str]:
     return row["workload"], row["rate"], row["copies"], row["seed"], row["policy"]
 
 
-def run_one(setting: Setting, policy: str, work: Sequence[tuple[float, str]], clock: Clock) -> Row:
-    """Start a cluster, ask, and stop it."""
-    sampling = {"max_tokens": setting.tokens, "ignore_eos": True, "temperature": 0.0, "seed": 1}
-    prompts = [Prompt(prompt=text, sampling=sampling) for _, text in work]
-    with TemporaryDirectory(prefix="edge-routing-") as folder:
-        path = Path(folder) / "topology.toml"
-        ports = free_ports(1 + setting.homes + setting.workers)
-        path.write_text(topology_text(setting, policy, ports), encoding="utf-8")
-        with RunningCluster(path, clock) as running, running.client() as client:
-            client.connect()
-            client.run(
-                [Prompt(prompt=work[0][1], sampling=sampling | {"max_tokens": 2})], wait_ready_s=READY_S
-            )
-            before = counted(client, setting, clock)
-            answers = client.run(prompts, wait_ready_s=READY_S, after_s=[BEGIN_S + at for at, _ in work])
-            after = counted(client, setting, clock)
-    return measured_of(answers, {name: after[name] - before[name] for name in after})
+class Live:
+    """A cluster on this machine whose router can be changed, up for as long as the `with` block lasts."""
+
+    def __init__(self, setting: Setting, policy: str, clock: Clock) -> None:
+        self._setting, self._clock = setting, clock
+        self._ports = free_ports(1 + setting.homes + setting.workers)
+        self._policy = policy
+        self._runs = 0
+        self._held = ExitStack()
+
+    def __enter__(self) -> "Live":
+        with self._held:
+            folder = self._held.enter_context(TemporaryDirectory(prefix="edge-routing-"))
+            self._path = Path(folder) / "topology.toml"
+            self._path.write_text(self._text, encoding="utf-8")
+            running = self._held.enter_context(RunningCluster(self._path, self._clock))
+            self._client = self._held.enter_context(running.client())
+            self._client.connect()
+            self._held = self._held.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    @property
+    def _text(self) -> str:
+        return topology_text(self._setting, self._policy, self._ports)
+
+    def route(self, policy: str) -> None:
+        """From now on by this policy, with the placement that goes with it."""
+        if policy == self._policy:
+            return
+        self._policy = policy
+        epoch = self._client.apply(self._text, str(self._path))
+        deadline = self._clock.now() + READY_S
+        while self._clock.now() < deadline:
+            body = self._client.status()
+            if not body["change"] and body["epoch"] >= epoch:
+                if body["changes"] and not body["changes"][-1]["is_done"]:
+                    raise ClusterError(f"the change to {policy} failed: {body['changes'][-1]['detail']}")
+                return
+            self._clock.sleep(HEARTBEAT_S / 2)
+        raise ClusterError(f"the change to {policy} took longer than {READY_S:.0f} s")
+
+    def run(self, work: Sequence[tuple[float, str]]) -> Row:
+        """Ask, and see what came of it. Prompts of one run are not found in the KV that another has left."""
+        self._runs += 1
+        sampling = {"max_tokens": self._setting.tokens, "ignore_eos": True, "temperature": 0.0, "seed": 1}
+        prompts = [Prompt(prompt=text, sampling=sampling, salt=f"run {self._runs}") for _, text in work]
+        before = counted(self._client, self._setting, self._clock)
+        moments = [BEGIN_S + at for at, _ in work]
+        answers = self._client.run(prompts, wait_ready_s=READY_S, after_s=moments)
+        after = counted(self._client, self._setting, self._clock)
+        return measured_of(answers, {name: after[name] - before.get(name, 0.0) for name in after})
 
 
 def counted(client: Client, setting: Setting, clock: Clock) -> dict[str, float]:
@@ -236,6 +272,7 @@ def measured_of(answers: Sequence[Answer], grown: dict[str, float]) -> Row:
     layers, tokens = max(grown["step_touched_layers"], 1.0), max(grown["tokens"], 1.0)
     p50, p99 = np.percentile(tpot, [50, 99])
     return {
+        "requests": len(answers),
         "tpot_p50": float(p50),
         "tpot_p99": float(p99),
         "ttft_p50": float(np.median([result["timing"]["ttft_s"] for result in results])) * 1e3,

@@ -143,7 +143,7 @@ def routing_daemons(
     tokens: int,
     budget: float,
 ) -> None:
-    """Compare routers through real daemons on this machine: a cluster for each run, the same arrivals for each policy."""
+    """Compare routers through daemons: one cluster here whose router changes, the same arrivals for each policy."""
     from edge_runtime.clock import SystemClock
     from testbed import route_daemons as live
 

@@ -77,13 +77,14 @@ def test_runs_are_made_once_and_kept(tmp_path):
     asked = {
         "workloads": ["task"],
         "rates": [50.0],
-        "policies": ["eldr"],
+        "policies": ["jsq", "eldr"],
         "seeds": 1,
         "budget_s": 0.0,
         "clock": SystemClock(),
         "say": lambda line: None,
     }
-    [found] = run_all(SMALL, corpus, out, **asked)
+    first, found = run_all(SMALL, corpus, out, **asked)
+    assert first["policy"] == "jsq" and first["requests"] == 8
     assert key_of(found) == ("task", 50.0, 0.0, 0, "eldr") and found["tpot_p99"] >= found["tpot_p50"] > 0
     assert found["remote_calls"] == 0 and found["processor_ms"] > 0
-    assert run_all(SMALL, corpus, out, **asked) == [found] and len(out.read_text().splitlines()) == 1
+    assert run_all(SMALL, corpus, out, **asked) == [first, found] and len(out.read_text().splitlines()) == 2
