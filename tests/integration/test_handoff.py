@@ -92,6 +92,21 @@ def test_a_trace_tells_of_prompt_and_answer_and_of_everybody_who_took_part(separ
         )
 
 
+@pytest.mark.parametrize("nodes", [WORKERS | HOMES, HOMES])
+def test_readers_that_go_leave_no_block_in_use_on_either_side(
+    separate: LocalCluster, nodes: set[str]
+) -> None:
+    asked = [
+        {"prompt": f"{number} {BEGINNING * 5}", "max_tokens": 200, "ignore_eos": True} for number in range(16)
+    ]
+    streams = separate.start_command("submit", "--file", separate.write_prompts(asked))
+    # As soon as anybody has some of it: computed, on its way, or being answered.
+    wait_for(lambda: any(separate.node(name)["in_flight"] for name in nodes), "a request is there")
+    streams.stop()
+    separate.wait_until_idle()
+    assert len(separate.answer(PROMPTS[2], "--max-tokens", "3")["token_ids"]) == 3
+
+
 @pytest.mark.parametrize("role", ["prefill", "home"])
 def test_either_side_may_be_killed_while_answers_run(separate: LocalCluster, role: str) -> None:
     separate.wait_until_ready()
