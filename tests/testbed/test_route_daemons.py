@@ -66,7 +66,7 @@ def test_a_damaged_file_of_runs_is_refused(tmp_path):
         read_rows(path)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_runs_are_made_once_and_kept(tmp_path):
     corpus, out = tmp_path / "corpus", tmp_path / "runs.jsonl"
     for name, texts in TEXTS.items():
