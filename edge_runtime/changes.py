@@ -3,26 +3,29 @@
 Knows a client, a file and a clock; which processes run where is the caller's to say.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from edge_runtime.client import Client
+from edge_runtime.client import LOST_S, RECONNECT_S, Client
 from edge_runtime.clock import Clock
-from edge_runtime.errors import ClusterError, DeadlinePassed, EdgeError, Refusal
+from edge_runtime.errors import ClusterError, EdgeError, PeerError, Refusal
 from topology.errors import TopologyError
 
 Say = Callable[[str], None]
 
 REPORT_S = 2.0
 POLL_S = 0.1
+NODES_BACK_S = 10.0  # how long the nodes of a coordinator that is back are waited for
 BUSY_S = 180.0  # how long a change that is under way already is waited for
 EDIT_POLL_S = 0.5  # how often a watched file is looked at
 
 
-def begin(ask: Callable[[], int], clock: Clock, say: Say) -> int:
+def begin(ask: Callable[[], int], clock: Clock, say: Say, come_back: Callable[[], None]) -> int:
     """Ask for a change, again while another one is under way. Returns its epoch, 0 if there is nothing to change.
 
+    come_back  waits for a coordinator that went away before it answered. Then it is asked again: what was begun already
+               is a change under way, or nothing to change any more
     What the coordinator refuses for the file's sake is a TopologyError.
     """
     give_up_s, report_s = clock.now() + BUSY_S, clock.now()
@@ -38,27 +41,47 @@ def begin(ask: Callable[[], int], clock: Clock, say: Say) -> int:
                 report_s = clock.now() + REPORT_S
                 say(f"waiting: {refusal}")
             clock.sleep(refusal.retry_after_s or POLL_S)
+        except PeerError as error:
+            if clock.now() > give_up_s:
+                raise
+            say(f"{error}; asking again when it is back")
+            come_back()
 
 
-def follow(client: Client, epoch: int, clock: Clock, say: Say, ended: Callable[[], str | None]) -> str:
+def follow(
+    client: Client,
+    epoch: int,
+    clock: Clock,
+    say: Say,
+    ended: Callable[[], str | None],
+    come_back: Callable[[], None],
+) -> str:
     """Wait until the change to `epoch` is over, telling every 2 s how far it is. Returns how it ended, in one line.
 
-    ended  says which process of it ended by itself, None while all run: the change is then given up
-    Raises ClusterError when it was rolled back.
+    ended      says which process of it ended by itself, None while all run: the change is then given up
+    come_back  waits for a coordinator that went away; the next one knows whether the change counted by then
+    Raises ClusterError when it was rolled back, or lost with the coordinator.
     """
     report_s, gave_up = clock.now() + REPORT_S, ""
     while True:
-        body = _status(client)
+        try:
+            body = client.status()
+        except (PeerError, Refusal) as error:  # it plans, or the machine is busy; or it is another one by now
+            say(f"{error}; waiting for the coordinator")
+            come_back()
+            continue
+        is_under_way = (body["change"] or "").startswith(f"epoch {epoch}:")
         for outcome in body["changes"]:
-            if outcome["epoch"] == epoch and outcome["is_done"]:
+            if outcome["epoch"] == epoch and outcome["is_done"] and not is_under_way:
                 return str(outcome["detail"])
-            if outcome["epoch"] == epoch:
+            if outcome["epoch"] == epoch and not outcome["is_done"]:
                 raise ClusterError(f"{outcome['detail']}; the placement is what it was")
         if not gave_up and (gave_up := ended() or ""):
             client.give_up(epoch, gave_up)
-        if body["change"] is None and body["epoch"] < epoch:
+        if body["change"] is None and not any(outcome["epoch"] == epoch for outcome in body["changes"]):
             raise ClusterError(
-                f"the coordinator knows nothing of epoch {epoch}: it was started anew meanwhile"
+                f"epoch {epoch} never counted: the coordinator was started anew meanwhile and goes on with epoch "
+                f"{body['epoch']}, as before; ask for the change again"
             )
         if clock.now() >= report_s:
             report_s = clock.now() + REPORT_S
@@ -66,12 +89,28 @@ def follow(client: Client, epoch: int, clock: Clock, say: Say, ended: Callable[[
         clock.sleep(POLL_S)
 
 
-def _status(client: Client) -> dict[str, Any]:
-    """A coordinator that plans, or a machine that is busy, may be slow to answer."""
-    try:
-        return client.status()
-    except DeadlinePassed:
-        return client.status()
+def come_back(client: Client, clock: Clock, say: Say) -> None:
+    """Wait for a coordinator that went away, and for its nodes to be back with it. ClusterError after a minute."""
+    until, report_s = clock.now() + LOST_S, clock.now() + REPORT_S
+    while True:
+        client.reconnect()
+        try:
+            client.connect(RECONNECT_S)
+            break
+        except PeerError as error:
+            if clock.now() > until:
+                raise ClusterError(
+                    f"{error}: the coordinator did not come back within {LOST_S:g} s; once it is there, "
+                    "`edge-runtime status` shows which epoch counts"
+                ) from error
+        if clock.now() >= report_s:
+            report_s = clock.now() + REPORT_S
+            say(f"waiting for the coordinator at {client.address}")
+        clock.sleep(POLL_S)
+    until = clock.now() + NODES_BACK_S
+    with contextlib.suppress(PeerError, Refusal):  # whoever asks next is told
+        while clock.now() < until and not client.status()["ready"]:
+            clock.sleep(POLL_S)
 
 
 def watch(file: Path, clock: Clock, apply: Callable[[], None], say: Say) -> None:

@@ -1,6 +1,7 @@
 """Talks to a coordinator as a client: submits prompts, gathers answers, asks for status. Knows no terminal."""
 
 import contextlib
+import secrets
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ CHANGE_S = 30.0  # the coordinator plans before it answers
 RECEIVE_S = 0.25
 RETRY_S = 0.2
 PROGRESS_S = 2.0
+SEED_BITS = 63
 CREDIT = 64  # Tokens messages on their way at most; granted again in halves
 LOST_S = 60.0  # how long a coordinator that is gone is waited for: its answers go on meanwhile
 RECONNECT_S = 1.0
@@ -78,7 +80,13 @@ class Answer:
     failed: Failed | None = None
     refused: Refused | None = None
     retry_at_s: float = 0.0
+    give_up_s: float = 0.0
+    """Until when a refusal that says so is tried again."""
     submitted: bool = False
+    seed: int = field(default_factory=lambda: secrets.randbits(SEED_BITS))
+    """Where the prompt names none: whoever goes on with the answer has to draw the same tokens."""
+    has_rest: bool = False
+    """What the text still lacked when the last token had come is there."""
     attach_at_s: float | None = None
     """When a coordinator that came back is asked for it; None otherwise."""
     ungranted: int = 0
@@ -221,13 +229,13 @@ class Client:
         Raises ClusterError when the coordinator goes away for good, or when nothing comes for `idle_s`.
         """
         now = self._clock.now()
+        give_up_s = now + wait_ready_s
         due_s = [now + each for each in after_s] or [now] * len(prompts)
         answers = [
-            Answer(uuid.uuid4().hex, prompt, due, retry_at_s=due)
+            Answer(uuid.uuid4().hex, prompt, due, retry_at_s=due, give_up_s=give_up_s)
             for prompt, due in zip(prompts, due_s, strict=True)
         ]
         by_id = {answer.request_id: answer for answer in answers}
-        give_up_s = now + wait_ready_s
         heard_s = said_s = now
         try:
             while any(not answer.ended for answer in answers):
@@ -236,7 +244,9 @@ class Client:
                     self._submit_due(answers, now)
                     self._attach_due(answers, now)
                     message = self._receive(
-                        min((a.retry_at_s - now for a in answers if not a.submitted), default=1.0)
+                        min(
+                            (a.retry_at_s - now for a in answers if not (a.submitted or a.ended)), default=1.0
+                        )
                     )
                 except _CoordinatorGone as gone:
                     self._come_back(answers, lost_s, gone, on_wait)
@@ -246,7 +256,7 @@ class Client:
                 if message is not None:
                     answer = by_id.get(getattr(message, "request_id", ""))
                     if answer is not None:
-                        self._take(answer, message, now, give_up_s, on_tokens)
+                        self._take(answer, message, now, lost_s, on_tokens)
                         if not isinstance(message, Refused):
                             heard_s = said_s = now
                             continue
@@ -329,13 +339,16 @@ class Client:
         answer: Answer,
         message: Message,
         now: float,
-        give_up_s: float,
+        lost_s: float,
         on_tokens: Callable[[Answer, Tokens], None],
     ) -> None:
         match message:
             case Accepted(node=node):
                 answer.node = node
+            case Tokens() if not message.token_ids and answer.has_rest:
+                pass  # of an answer that was gone on with when nothing but its end was lacking
             case Tokens():
+                answer.has_rest = not message.token_ids
                 answer.text += message.text
                 answer.token_ids += message.token_ids
                 answer.logprobs += message.logprobs or ()
@@ -354,14 +367,15 @@ class Client:
                 answer.failed = message
             case Refused(reason="unknown_request") if message.retry_after_s is not None:
                 answer.attach_at_s = now + message.retry_after_s
-            case Refused(reason="unknown_request") if not answer.token_ids:  # it had not begun
+            case Refused(reason="unknown_request"):  # no node knows it: another goes on after what came
                 answer.submitted, answer.retry_at_s = False, now
+                answer.give_up_s = now + lost_s
             case Refused():
                 answer.refused = message
                 answer.submitted = False
                 if message.reason == "handshake":  # it knows us no more: greet, then ask again
                     self._channel.send(self._hello, call_id=next_call_id())
-                if message.retry_after_s is not None and now < give_up_s:
+                if message.retry_after_s is not None and now < answer.give_up_s:
                     answer.retry_at_s = now + message.retry_after_s
                 else:
                     answer.failed = Failed(
@@ -386,16 +400,18 @@ class _CoordinatorGone(ClusterError):
 def _submit_message(answer: Answer) -> Submit:
     """ValidationError for what the coordinator could not read: it would drop that without a word."""
     prompt = answer.prompt
+    has_seed = prompt.sampling.get("seed") is not None
     message = Submit(
         request_id=answer.request_id,
         prompt=prompt.prompt,
         messages=prompt.messages,
         prompt_ids=prompt.prompt_ids,
-        sampling=prompt.sampling,
+        sampling=prompt.sampling if has_seed else {**prompt.sampling, "seed": answer.seed},
         credit=CREDIT,
         trace=prompt.trace,
         salt=prompt.salt,
         user=prompt.user,
+        output_ids=answer.token_ids,
     )
     return msgspec.convert(msgspec.to_builtins(message), Submit)
 

@@ -40,6 +40,10 @@ log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
 COORDINATOR = "coordinator"
+END_CLUSTER = (
+    signal.SIGUSR1
+)  # for a coordinator: it ends answers too, which SIGTERM leaves to the next coordinator
+LIMITED = "limited"  # file in the folder of records of a cluster whose nodes are held to their limits
 REPORT_S = 2.0
 REPEAT_S = 10.0  # after which what was said already is said again
 STOP_DEADLINE_S = 10.0
@@ -112,11 +116,10 @@ def _start_all(cluster: Cluster, topology_path: Path, directory: Path, limited: 
     try:
         for name in (COORDINATOR, *cluster.node_names):
             local.processes[name] = _start(name, threads.get(name, 1), topology_path, directory)
+        (directory / LIMITED).unlink(missing_ok=True)
         if limited is not None:
-            group = limits.group_of(directory)
-            for node in cluster.nodes:
-                pid = local.processes[node.name].pid
-                limited(limits.hold(pid, group, node.name, node.memory_bytes, node.cpu_share))
+            (directory / LIMITED).touch()  # for nodes that come later
+            _hold(local, cluster, limited)
     except BaseException:
         for process in local.processes.values():
             process.kill()
@@ -130,16 +133,34 @@ def runs_here(directory: Path) -> bool:
     return any(record.name == COORDINATOR and is_running(record) for record in read_records(directory))
 
 
-def start_nodes(cluster: Cluster, names: Sequence[str], topology_path: Path, directory: Path) -> LocalCluster:
+def start_nodes(
+    cluster: Cluster,
+    names: Sequence[str],
+    topology_path: Path,
+    directory: Path,
+    say: Say = lambda line: None,
+) -> LocalCluster:
     """Start further nodes of a cluster that runs here; `down` of its file stops them too.
 
     topology_path  the file that has them; directory: of the running cluster's records
+    say            is told how they are held, where the others are held to the file's `memory` and `cpu_share`
     """
     local = LocalCluster(directory, {})
     threads = {node.name: node.threads for node in cluster.nodes}
     for name in names:
         local.processes[name] = _start(name, threads[name], topology_path, directory)
+    if (directory / LIMITED).exists():
+        _hold(local, cluster, say)
     return local
+
+
+def _hold(local: LocalCluster, cluster: Cluster, say: Say) -> None:
+    """Hold the nodes among these processes to the file's `memory` and `cpu_share`."""
+    group = limits.group_of(local.directory)
+    for node in cluster.nodes:
+        if node.name in local.processes:
+            pid = local.processes[node.name].pid
+            say(limits.hold(pid, group, node.name, node.memory_bytes, node.cpu_share))
 
 
 def await_end(
@@ -293,7 +314,7 @@ def stop_local(
     for first in (True, False):
         asked = [record for record in records if (record.name == COORDINATOR) is first]
         for record in asked:
-            _signal(record.pid, signal.SIGTERM)
+            _signal(record.pid, END_CLUSTER if first else signal.SIGTERM)
             _signal(record.pid, signal.SIGCONT)  # one that was frozen can only now be asked
         _wait_for_end(asked, clock, report)
     _end(records, directory, clock, report)
@@ -302,6 +323,7 @@ def stop_local(
         clock.sleep(POLL_S)
     for record in read_records(directory):
         remove_record(directory, record.name)
+    (directory / LIMITED).unlink(missing_ok=True)
     forget_snapshot(directory)
     return [record.name for record in records]
 

@@ -25,15 +25,24 @@ CREDIBLE_BYTES_PER_S = 1e12
 MAX_WIDTH = 2000  # characters of a line: nothing is ever folded
 
 
+_STATES = {
+    "ready": "ready",
+    "degraded": "answers, but waits for {waiting_for}",
+    "waiting": "waiting for {waiting_for}",
+}
+
+
 def status_table(body: dict[str, Any]) -> str:
     """The text of `edge-runtime status`."""
     requests = body["requests"]
     head = [
         f"cluster {body['cluster']}: "
-        + ("ready" if body["ready"] else f"waiting for {body['waiting_for']}")
+        + _STATES[body["state"]].format(**body)
         + f", placement epoch {body['epoch']}",
         f"requests: {requests['in_flight']} in flight, {requests['finished']} finished, {requests['failed']} failed",
     ]
+    if body["to_start"]:
+        head.append(body["to_start"])
     routing = body.get("routing")
     if routing is not None:
         asked = sum(home["prompt_blocks"] for home in routing["homes"].values())

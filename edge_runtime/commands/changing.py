@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -166,19 +167,20 @@ def _apply(file: Path, running: Path, *, dry_run: bool) -> None:
         if dry_run:
             return
         before = [found["name"] for found in client.status()["nodes"]]
-        epoch = changes.begin(lambda: client.apply(text, str(file)), clock, say)
+        back = partial(changes.come_back, client, clock, say)
+        epoch = changes.begin(lambda: client.apply(text, str(file)), clock, say, back)
         if not epoch:
             click.echo("nothing to change")
             return
         added = [name for name in wanted.node_names if name not in before]
         if added and launch.runs_here(directory):
             say(f"starting {', '.join(added)}")
-            local = launch.start_nodes(wanted, added, file, directory)
+            local = launch.start_nodes(wanted, added, file, directory, say)
         elif added:
             names = ", ".join(added)
             say(f"on the machine of each of {names}, run: edge-runtime node NAME --topology {file}")
         try:
-            click.echo(changes.follow(client, epoch, clock, say, local.ended_line))
+            click.echo(changes.follow(client, epoch, clock, say, local.ended_line, back))
         except ClusterError:
             launch.await_end(directory, list(local.processes), clock, say)
             raise

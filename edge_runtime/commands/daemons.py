@@ -4,6 +4,7 @@ import hashlib
 import os
 import secrets
 import signal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,8 +152,9 @@ def _drain(name: str, path: Path) -> None:
     clock = SystemClock()
     with open_client(running_cluster(path)) as client:
         connect(client)
-        epoch = changes.begin(lambda: client.drain(name), clock, say)
-        click.echo(changes.follow(client, epoch, clock, say, lambda: None))
+        back = partial(changes.come_back, client, clock, say)
+        epoch = changes.begin(lambda: client.drain(name), clock, say, back)
+        click.echo(changes.follow(client, epoch, clock, say, lambda: None, back))
     launch.await_end(state_dir(path), [name], clock, say)
 
 
@@ -160,7 +162,10 @@ def _drain(name: str, path: Path) -> None:
 @topology_option
 @shape_option
 def coordinator(topology: Path | None, shape: bool) -> None:
-    """Run the coordinator of the topology file."""
+    """Run the coordinator of the topology file.
+
+    Stopped, it leaves running answers to their nodes; started again within a minute, it brings them to their clients.
+    """
     path = resolve_topology_path(topology)
     cluster = read_cluster(path)
     setup_logging("coordinator")
@@ -176,7 +181,7 @@ def coordinator(topology: Path | None, shape: bool) -> None:
         snapshot_of,
     )
     from edge_runtime.coordinator.traffic_book import TrafficBook
-    from edge_runtime.launch import COORDINATOR, recorded
+    from edge_runtime.launch import COORDINATOR, END_CLUSTER, recorded
     from edge_runtime.weights.locate import located, open_model
     from edge_runtime.weights.stores import FullFolder
 
@@ -219,6 +224,7 @@ def coordinator(topology: Path | None, shape: bool) -> None:
         weights=FullFolder(checkpoint),
     )
     _stop_on_signal(daemon)
+    signal.signal(END_CLUSTER, lambda *_: daemon.end())
     with recorded(path, COORDINATOR):
         remember(path)
         daemon.run()

@@ -13,11 +13,12 @@ import msgspec
 
 from edge_runtime.coordinator import redeploy
 from edge_runtime.coordinator import state as states
-from edge_runtime.coordinator.deploy import Joint, Plan, experts_without_host, plan_for
-from edge_runtime.coordinator.journey import Journey, rounds_to
+from edge_runtime.coordinator.deploy import Joint, Plan, experts_without_host
+from edge_runtime.coordinator.journey import Journey
+from edge_runtime.coordinator.planning import Ask, Found, refuse_nobody, work_out
 from edge_runtime.coordinator.speed_book import Observed, look, measured_of, plan_of
 from edge_runtime.errors import Refusal
-from topology.cluster import DECODE, Cluster
+from topology.cluster import Cluster
 from topology.costs import ModelFootprint
 from topology.errors import TopologyError
 from topology.placement import GroupPlan, Placement
@@ -28,7 +29,9 @@ CHANGE_S = 120.0  # how long loading another placement may take, and switching t
 RETRY_S = 2.0  # after a change that did not work out; doubled each time ...
 MAX_RETRY_S = 60.0  # ... up to this
 ABSENT_S = 30.0  # how long nodes that never came are waited for before the others take their part
+CAME_BACK = "came back"
 MAX_WHAT_CHARS = 200  # of a node's own words on how far it is
+RETURN_LOSSES = 3  # times `lost_after` that a node is hoped for whose experts nobody has room for
 KEPT_OUTCOMES = 8  # changes whose end is remembered
 
 HERE = ("loading", "ready", "suspect")  # phases of a node whose process is there
@@ -66,6 +69,12 @@ class Announce(NamedTuple):
     replacing: bool
 
 
+class WorkOut(NamedTuple):
+    """Work this out beside the loop, and tell `worked_out` what came of it."""
+
+    ask: Ask
+
+
 Command = (
     states.Note
     | states.Greet
@@ -77,6 +86,7 @@ Command = (
     | SendRelease
     | Dismiss
     | Announce
+    | WorkOut
 )
 
 
@@ -105,8 +115,9 @@ class Epochs:
         *,
         newest: int = 0,
         outcomes: Sequence[Outcome] = (),
+        absent_s: float = ABSENT_S,
     ) -> None:
-        """newest, outcomes: of the coordinator before, if there was one"""
+        """newest, outcomes: of the coordinator before, if there was one; absent_s: how long its nodes are waited for"""
         self.state = states.initial_state(
             list(cluster.node_names), placement.epoch, cluster.heartbeat_s, cluster.lost_after_s
         )
@@ -121,7 +132,14 @@ class Epochs:
         self.newest = max(newest, placement.epoch)
         self.observed: dict[str, Observed] = {}  # node -> how its work goes
         self._journey: Journey | None = None
-        self._began_s = now
+        self._began_s, self._absent_s = now, absent_s
+        self._asked: tuple[Ask, str] | None = (
+            None  # a placement that is being worked out, and why; not a client's
+        )
+        self._promise = False  # what was last announced of experts without a host
+        self._no_way: frozenset[str] | None = (
+            None  # the nodes present when it was found that they have no room
+        )
         self._loaded_bytes: dict[str, int] = {}  # node -> weights it holds for the change
         self._progress: dict[str, tuple[int, int]] = {}  # node -> bytes loaded for the change, of how many
         self._try_at_s = now
@@ -211,8 +229,9 @@ class Epochs:
             commands += self._advance(redeploy.Tick(), now)
         if announces or isinstance(event, states.Tick):
             commands += self._mend(now)
-        if announces:
-            commands.append(self._announcement())
+        is_over = isinstance(event, states.Tick) and self._promise and not self._will_be_hosted(now)
+        if announces or is_over:
+            commands.append(self._announcement(now))
         return commands
 
     def progressed(
@@ -252,50 +271,65 @@ class Epochs:
 
     # What people want.
 
-    def plan(self, wanted: Cluster) -> Plan:
-        """The placement that another topology file leads to. Nodes that are known to be away get nothing for now.
+    def ask(self, wanted: Cluster) -> Ask:
+        """What the placement that another topology file leads to is worked out from: `work_out` is next.
 
-        Raises TopologyError if the nodes cannot hold the model.
+        Nodes that are known to be away get nothing for now.
         """
         nodes = self.state.nodes
         names = [name for name in wanted.node_names if name not in nodes or nodes[name].phase in HERE]
-        return Plan(wanted, self._placed(wanted, names))
+        return self._ask(wanted, names)
 
-    def apply_plan(self, plan: Plan, why: str, now: float) -> tuple[int, list[Command]]:
-        """Begin to change to a plan of `plan`. Returns its epoch, 0 if it changes nothing.
-
-        Raises TopologyError if there is no way to it within the nodes' memory.
-        """
-        self._refuse_if_busy()
-        if plan.cluster == self.cluster and plan.placement.nodes == self.placement.nodes:
-            return 0, []
-        return self._set_out(plan, why, now)
-
-    def drain(self, name: str, now: float) -> tuple[int, list[Command]]:
-        """Begin to move everything off a node, which stops when that is done. Returns the epoch without it."""
-        self._refuse_if_busy()
+    def ask_without(self, name: str) -> Ask:
+        """The same for the placement without a node that is to be drained."""
+        self.refuse_if_busy()
         record = self.state.nodes.get(name)
         if record is None:
             known = ", ".join(self.state.nodes)
             raise TopologyError(f"no node is called {name}; the cluster has {known}")
         if record.phase not in HERE:
             raise TopologyError(f"{name} is not there to be drained: it is {record.phase}")
-        names = [
-            other.name for other in self.state.nodes.values() if other.phase in HERE and other.name != name
-        ]
+        names = [other for other in self._present() if other != name]
         try:
-            placement = self._placed(self.cluster, names)
+            refuse_nobody(self.cluster, names)
         except TopologyError as error:
             raise TopologyError(f"{name} cannot be drained: without it {error}") from error
-        plan = Plan(self.cluster, placement)
-        return self._set_out(plan, f"{name} was drained", now, frozenset((name,)))
+        return self._ask(self.cluster, names)
+
+    def is_current(self, ask: Ask) -> bool:
+        """Whether all that it was worked out from is still so; measurements apart, which change with every heartbeat."""
+        nodes = self.state.nodes
+        return (
+            ask.origin == self.plans[self.active]
+            and ask.epoch == self.newest + 1
+            and ask.present == frozenset(self._present())
+            and all(name not in nodes or nodes[name].phase in HERE for name in ask.names)
+        )
+
+    def apply_plan(
+        self, found: Found, why: str, now: float, leaving: frozenset[str] = frozenset()
+    ) -> tuple[int, list[Command]]:
+        """Begin to change to a plan that is current. Returns its epoch, 0 if it changes nothing.
+
+        leaving  nodes that are drained with it
+        """
+        self.refuse_if_busy()
+        plan = found.plan
+        if not leaving and plan.cluster == self.cluster and plan.placement.nodes == self.placement.nodes:
+            return 0, []
+        return self._set_out(found, why, now, leaving)
+
+    def work_out(self, ask: Ask) -> Found:
+        """What an Ask leads to; it changes nothing, and may be called on any thread. Raises TopologyError."""
+        return work_out(ask, self._footprint, self.traits, self.joint)
 
     def give_up(self, epoch: int, why: str, now: float) -> list[Command]:
         """Whoever asked for the change says that it cannot work out."""
         asked = self.change.epoch if self.change is not None and epoch == self._goal else epoch
         return self._advance(redeploy.GivenUp(why), now) if self._is_loading(asked) else []
 
-    def _refuse_if_busy(self) -> None:
+    def refuse_if_busy(self) -> None:
+        """Raise Refusal while a change is under way."""
         if self.change is not None:
             raise Refusal("busy", f"a change is under way: {self.change_text()}", 1.0)
 
@@ -310,20 +344,28 @@ class Epochs:
         coming = [change.epoch] if change is not None and change.phase == "loading" else []
         return [epoch for epoch in (self.active, *coming) if self.plans[epoch].holds(name)]
 
-    def _placed(self, cluster: Cluster, names: list[str]) -> Placement:
-        if not any(DECODE in node.roles for node in cluster.nodes if node.name in names):
-            raise TopologyError(
-                f"no node is left that may answer requests; {', '.join(names) or 'nobody'} is there"
-            )
-        return plan_for(
+    def _present(self) -> list[str]:
+        return [record.name for record in self.state.nodes.values() if record.phase in HERE]
+
+    def _ask(
+        self,
+        cluster: Cluster,
+        names: Sequence[str],
+        *,
+        goal: Placement | None = None,
+        is_urgent: bool = False,
+        is_return: bool = False,
+    ) -> Ask:
+        return Ask(
             cluster,
-            self._footprint,
-            names,
-            self.placement,
+            tuple(names),
+            frozenset(self._present()),
+            self.plans[self.active],
             self.newest + 1,
-            self.traits,
             self.measured(),
-            self.joint,
+            goal,
+            is_urgent,
+            is_return,
         )
 
     @property
@@ -333,24 +375,20 @@ class Epochs:
 
     def _set_out(
         self,
-        plan: Plan,
+        found: Found,
         why: str,
         now: float,
         leaving: frozenset[str] = frozenset(),
         *,
         is_way_back: bool = False,
-        is_urgent: bool = False,
     ) -> tuple[int, list[Command]]:
-        """Begin the first of the rounds that lead to a plan. Returns the epoch of the last one.
-
-        is_urgent  somebody waits for what it loads: all in one round, beside what is there
-        """
-        origin = self.plans[self.active]
-        present = {record.name for record in self.state.nodes.values() if record.phase in HERE}
-        first, *rest = [plan] if is_urgent else rounds_to(origin, present, plan, self._footprint)
-        goal = rest[-1].placement.epoch if rest else first.placement.epoch
+        """Begin the first of the rounds that lead to a plan. Returns the epoch of the last one."""
+        first, *rest = found.rounds
+        goal = found.rounds[-1].placement.epoch
         self.newest = goal
-        self._journey = Journey(goal, tuple(rest), origin, why, now, leaving, is_way_back=is_way_back)
+        self._journey = Journey(
+            goal, tuple(rest), found.ask.origin, why, now, leaving, is_way_back=is_way_back
+        )
         return goal, self._begin(first, now)
 
     def _begin(self, plan: Plan, now: float) -> list[Command]:
@@ -410,6 +448,7 @@ class Epochs:
             return self._begin(first, now)
         self._journey = None
         took_s = now - journey.began_s
+        self.outcomes.pop()  # that it counts
         self._end(Outcome(change.epoch, True, f"epoch {change.epoch} in {took_s:.1f} s: {journey.why}"))
         self._retry_s, self._left_out = RETRY_S, frozenset()
         return [states.Note(self.outcomes[-1].detail)]
@@ -424,7 +463,10 @@ class Epochs:
         return [SendRelease(r.name, epoch) for r in records if r.phase in (*HERE, "lost", "failed")]
 
     def _activate(self, change: redeploy.Change, epoch: int, now: float) -> list[Command]:
-        self.active = epoch
+        self.active, self._no_way = epoch, None
+        journey = self._journey
+        if journey is not None and not journey.rest:  # whoever asks the next coordinator is told as much
+            self._end(Outcome(epoch, True, f"epoch {epoch} counts: {journey.why}"))
         names, nodes = self.cluster.node_names, self.state.nodes
         commands: list[Command] = [SendActivate(name, epoch) for name in sorted(change.members)]
         why = "it was taken out of the topology file"
@@ -437,7 +479,7 @@ class Epochs:
         for name in sorted(change.leaving):
             commands.append(Dismiss(self.state.nodes[name].peer, "it was drained"))
             commands += self.apply(states.Left(name, "drained", is_drained=True), now)
-        return [*commands, self._announcement()]
+        return [*commands, self._announcement(now)]
 
     def _roll_back(self, epoch: int, at_once: bool, why: str, now: float) -> list[Command]:
         """What only the placement that is off had is sent away; another is tried, at once if only a node is gone.
@@ -459,7 +501,7 @@ class Epochs:
         commands += self.apply(states.NotChanged(), now)
         if journey.num_done and not at_once and not journey.is_way_back and self.change is None:
             commands += self._go_back(journey, now)
-        return [*commands, *self._mend(now), self._announcement()]
+        return [*commands, *self._mend(now), self._announcement(now)]
 
     def _go_back(self, journey: Journey, now: float) -> list[Command]:
         """Begin the way back to the placement that counted before; nothing if it cannot be any longer."""
@@ -468,67 +510,96 @@ class Epochs:
         nodes = self.state.nodes
         if any(share.node not in nodes or nodes[share.node].phase not in HERE for share in placement.nodes):
             return []
-        why = f"back to what was before epoch {journey.goal}"
-        try:
-            return self._set_out(Plan(origin.cluster, placement), why, now, is_way_back=True)[1]
-        except TopologyError as error:
-            return [states.Note(f"there is no way {why}: {error}")]
+        ask = self._ask(origin.cluster, [share.node for share in placement.nodes], goal=placement)
+        self._asked = ask, f"back to what was before epoch {journey.goal}"
+        return [WorkOut(ask)]
 
     # Mending.
 
     def _mend(self, now: float) -> list[Command]:
         """Give experts and layers without a living host another one, and a node that came back its part again."""
-        if self.change is not None or self._journey is not None or now < self._try_at_s:
+        if self.change is not None or self._journey is not None or self._asked is not None:
             return []
-        records = self.state.nodes.values()
-        present = [record.name for record in records if record.phase in HERE]
-        holds = self.plans[self.active].holds
-        idle = frozenset(name for name in present if not holds(name)) - self._left_out
-        is_late = now - self._began_s > ABSENT_S
-        away = [r.name for r in records if r.name not in present and (r.has_served or is_late)]
-        unhosted = experts_without_host(self.placement, set(present)) if away else 0
-        broken = [
-            group
-            for group in self.placement.groups
-            if len(group.stages) > 1 and not set(group.nodes).isdisjoint(away)
-        ]
-        if not present or not (idle or unhosted or broken):
+        if (
+            now < self._try_at_s
+            or frozenset(self._present()) == self._no_way
+            or not (why := self._lacks(now))
+        ):
             return []
         self._try_at_s = now + RETRY_S
-        try:
-            placement = self._placed(self.cluster, present)
-        except TopologyError as error:
-            if str(error) == self._told:
-                return []
-            self._told = str(error)
-            return [states.Note(f"the placement cannot be mended: {error}")]
+        is_return = why.endswith(CAME_BACK)
+        ask = self._ask(self.cluster, self._present(), is_urgent=not is_return, is_return=is_return)
+        self._asked = ask, why
+        return [WorkOut(ask)]
+
+    def _idle(self) -> frozenset[str]:
+        """Nodes that are there and have no part."""
+        holds = self.plans[self.active].holds
+        return frozenset(name for name in self._present() if not holds(name)) - self._left_out
+
+    def _lacks(self, now: float) -> str:
+        """Why another placement is wanted; empty if none is."""
+        records, present = self.state.nodes.values(), self._present()
+        is_late = now - self._began_s > self._absent_s
+        away = [r.name for r in records if r.name not in present and (r.has_served or is_late)]
+        if not present:
+            return ""
+        groups = [group for group in self.placement.groups if len(group.stages) > 1]
+        if any(not set(group.nodes).isdisjoint(away) for group in groups):
+            return f"layers lost their node with {', '.join(away)}"
+        if unhosted := experts_without_host(self.placement, set(present)) if away else 0:
+            return f"{unhosted} experts lost their host with {', '.join(away)}"
+        idle = self._idle()
+        return f"{', '.join(sorted(idle))} {CAME_BACK}" if idle else ""
+
+    def worked_out(self, ask: Ask, found: Found | TopologyError, now: float) -> list[Command]:
+        """What came of a WorkOut. What does not fit any longer is asked anew, if it is still wanted."""
+        if self._asked is None or self._asked[0] != ask:
+            return []
+        why, self._asked = self._asked[1], None
+        if self.change is not None or self._journey is not None:
+            return []
+        if not self.is_current(ask):
+            self._try_at_s = now
+            return self._mend(now)
+        if isinstance(found, TopologyError):
+            if ask.goal is not None:
+                return [states.Note(f"there is no way {why}: {found}"), *self._mend(now)]
+            self._no_way = ask.present
+            note = (
+                [states.Note(f"the placement cannot be mended: {found}")] if str(found) != self._told else []
+            )
+            self._told = str(found)
+            return [*note, self._announcement(now)]
         self._told = ""
-        plan = Plan(self.cluster, placement)
-        if not (unhosted or broken or any(plan.holds(name) for name in idle)):
+        if ask.goal is not None:
+            return self._set_out(found, why, now, is_way_back=True)[1]
+        idle = self._idle()
+        if ask.is_return and not any(found.plan.holds(name) for name in idle):
             self._left_out |= idle
             return []
-        why = f"{', '.join(sorted(idle))} came back"
-        if broken:
-            why = f"layers lost their node with {', '.join(away)}"
-        elif unhosted:
-            why = f"{unhosted} experts lost their host with {', '.join(away)}"
-        return self._set_out(plan, why, now, is_urgent=True)[1]
+        return self._set_out(found, why, now)[1]
 
-    def _announcement(self) -> Announce:
-        return Announce(self.active, self.state.alive, self._will_be_hosted())
+    def _announcement(self, now: float) -> Announce:
+        self._promise = self._will_be_hosted(now)
+        return Announce(self.active, self.state.alive, self._promise)
 
-    def _will_be_hosted(self) -> bool:
-        """Whether experts without a living host will have one: on a node that is loading, or in another placement."""
-        records = self.state.nodes.values()
-        present = {record.name for record in records if record.phase in HERE}
+    def _will_be_hosted(self, now: float) -> bool:
+        """Whether experts without a living host will have one: on a node that is loading, or in another placement.
+
+        So it is said until it was found that there is no room, and while a node is only just gone, which may be back in a
+        moment: who waits would else give up what may still come.
+        """
+        present = set(self._present())
         if not experts_without_host(self.placement, set(self.state.alive)):
             return False
         if not experts_without_host(self.placement, present):
             return True
         if self.change is not None:
             return not experts_without_host(self.plans[self.change.epoch].placement, present)
-        try:
-            self._placed(self.cluster, sorted(present))
-        except TopologyError:
-            return False
-        return True
+        hoped_s = RETURN_LOSSES * self.cluster.lost_after_s
+        hoped_for = any(
+            record.phase in ("lost", "left") and record.is_awaited and now - record.last_heard_s < hoped_s
+            for record in self.state.nodes.values()
+        )
+        return hoped_for or self._no_way != present

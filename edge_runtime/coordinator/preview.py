@@ -1,20 +1,20 @@
 """What another topology file would change, as the message that says so. Pure; knows no socket and begins nothing."""
 
-import math
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from typing import Any
 
 from edge_runtime.coordinator.deploy import Plan
+from edge_runtime.coordinator.planning import step_seconds
 from edge_runtime.protocol import Planned
 from topology.cluster import Cluster
 from topology.costs import ModelFootprint
 from topology.coverage import coverage_of
 from topology.diff import ClusterDiff, diff_clusters
-from topology.placement import Placement
-from topology.serving import default_counts, predict_serving
-from topology.speeds import NOTHING_MEASURED, Measured, machines_of
+from topology.placement import NodePlan, Placement
+from topology.speeds import NOTHING_MEASURED, Measured
 from topology.traits import ExpertTraits
+from topology.units import format_bytes_rounded
 
 
 def preview_of(
@@ -42,8 +42,12 @@ def preview_of(
         cores=measured.cores,
     )
     text, body = diff_text(diff), diff_body(diff)
-    before_s = _steps(cluster, held, footprint, measured)
-    after_s = _steps(plan.cluster, plan.placement, footprint, measured)
+    body["holds"] = {share.node: holdings(share) for share in plan.placement.nodes}
+    if diff.changes_anything:
+        shares = [share for share in plan.placement.nodes if share not in held.nodes]
+        text += "".join(f"\n{holdings_text(share)}" for share in shares)
+    before_s = step_seconds(cluster, held, footprint, measured)
+    after_s = step_seconds(plan.cluster, plan.placement, footprint, measured)
     body["predicted"] = [
         {"requests": count, "before_s": before_s.get(count), "after_s": after_s.get(count)}
         for count in sorted(before_s.keys() | after_s.keys())
@@ -66,18 +70,32 @@ def preview_of(
     return Planned(text, body)
 
 
-def _steps(
-    cluster: Cluster, placement: Placement, footprint: ModelFootprint, measured: Measured
-) -> dict[int, float]:
-    """Requests at once -> predicted seconds between two tokens."""
-    machines = machines_of(cluster, measured.speeds, measured.links, measured.cores)
-    counts = default_counts(cluster.max_requests)
-    found = predict_serving(footprint, machines, placement, counts)
-    return {one.requests: one.seconds for one in found if math.isfinite(one.seconds)}
-
-
 def _ms(seconds: float | None) -> str:
     return "not known" if seconds is None else f"{seconds * 1e3:.3g} ms"
+
+
+def holdings(share: NodePlan) -> dict[str, int]:
+    """What a node will have allocated, in bytes: weights and KV within 5 %, buffers and process at most."""
+    return {
+        "weight_bytes": share.trunk_bytes + share.expert_bytes,
+        "kv_bytes": share.kv_bytes,
+        "kv_blocks": share.kv_blocks,
+        "workspace_bytes": share.workspace_bytes,
+        "process_bytes": share.process_bytes,
+    }
+
+
+def holdings_text(share: NodePlan) -> str:
+    """The same for people."""
+    parts = {
+        "weights": share.trunk_bytes + share.expert_bytes,
+        "KV": share.kv_bytes,
+        "buffers at most": share.workspace_bytes,
+        "the interpreter at most": share.process_bytes,
+    }
+    told = ", ".join(f"{what} {format_bytes_rounded(size)}" for what, size in parts.items() if size)
+    planned, memory = map(format_bytes_rounded, (share.planned_bytes, share.memory_bytes))
+    return f"{share.node} will hold {told}: {planned} of {memory}"
 
 
 def diff_text(diff: ClusterDiff) -> str:

@@ -93,6 +93,19 @@ class ClusterState(msgspec.Struct, frozen=True):
                 parts.append(f"{record.name} {record.phase}" + (f" ({record.fault})" if record.fault else ""))
         return ", ".join(parts)
 
+    def to_start(self) -> str:
+        """What a person may have to do about nodes that were here and are gone; empty if none is."""
+        gone = [
+            record.name
+            for record in self.nodes.values()
+            if record.phase in ("lost", "left") and record.is_awaited
+        ]
+        if not gone:
+            return ""
+        told = gone[0] if len(gone) == 1 else "NAME"
+        who = "it does" if len(gone) == 1 else f"{', '.join(gone)} do"
+        return f"if {who} not come back by itself, run `edge-runtime node {told}` on its machine"
+
 
 class Joined(NamedTuple):
     name: str
@@ -189,10 +202,14 @@ class AnnounceAlive(NamedTuple):
 
 
 class MoveRequests(NamedTuple):
-    """The requests whose home this node was need another. Said exactly when a node that served does so no more."""
+    """The requests whose home this node was need another. Said exactly when a node that served does so no more.
+
+    has_ended  its process is gone, for all that is known; else it is only not heard, or not reached
+    """
 
     name: str
     why: str
+    has_ended: bool = True
 
 
 class Note(NamedTuple):
@@ -372,7 +389,9 @@ def _tick(state: ClusterState, now: float) -> tuple[ClusterState, list[Command]]
         silence = now - record.last_heard_s
         found = liveness(record.beats, now, state.rule)
         if found == "lost":
-            state, more = _gone(state, record.name, "lost", f"not heard from for {silence:.1f} s")
+            state, more = _gone(
+                state, record.name, "lost", f"not heard from for {silence:.1f} s", has_ended=False
+            )
             commands += more
         elif found == "suspect" and record.phase == "ready":
             state = _replace(state, record.name, phase="suspect")
@@ -380,14 +399,17 @@ def _tick(state: ClusterState, now: float) -> tuple[ClusterState, list[Command]]
     return state, commands
 
 
-def _gone(state: ClusterState, name: str, phase: Phase, reason: str) -> tuple[ClusterState, list[Command]]:
+def _gone(
+    state: ClusterState, name: str, phase: Phase, reason: str, *, has_ended: bool = True
+) -> tuple[ClusterState, list[Command]]:
     known = state.nodes[name]
     if known.phase in ("left", "absent"):
         return state, []
     commands: list[Command] = [Note(f"{name} {phase}: {reason}")]
     if known.serves:
         word = "left" if phase == "left" else "was lost"
-        commands.append(MoveRequests(name, f"node {name} {word} ({reason}) while it was answering"))
+        why = f"node {name} {word} ({reason}) while it was answering"
+        commands.append(MoveRequests(name, why, has_ended=has_ended))
     beats = given_up(known.beats) if phase == "lost" else known.beats
     return _replace(state, name, phase=phase, beats=beats, fault=reason), commands
 

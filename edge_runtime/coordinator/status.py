@@ -1,7 +1,7 @@
 """What `status` shows, as a plain map: the cluster, the coordinator and every node. Pure; knows no socket."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,8 +33,10 @@ def status_body(
         "cluster": cluster.name,
         "epoch": placement.epoch,
         "ready": state.is_ready,
+        "state": service_state(placement, state),
         "numerics": state.numerics,
         "waiting_for": state.waiting_for(),
+        "to_start": state.to_start(),
         "change": change or None,
         "last_change": outcomes[-1].detail if outcomes else None,
         "changes": [msgspec.to_builtins(outcome) for outcome in outcomes],
@@ -64,6 +66,15 @@ def status_body(
         ],
         "links": _links_body(cluster, measured),
     }
+
+
+def service_state(placement: Placement, state: ClusterState) -> Literal["ready", "degraded", "waiting"]:
+    """Whether requests are answered: by all that is in the file, by some group that has all it needs, or not now."""
+    if state.is_ready:
+        return "ready"
+    alive = set(state.alive)
+    some_group = any(alive.issuperset(group.nodes) for group in placement.groups)
+    return "degraded" if some_group and not experts_without_host(placement, alive) else "waiting"
 
 
 def _speed_body(cluster: Cluster, name: str, measured: Measured) -> dict[str, Any]:

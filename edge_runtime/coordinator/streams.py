@@ -30,6 +30,15 @@ MERGED_CHARS = 128 << 10
 
 Phase = Literal["prefill", "decode"]
 
+Loss = Literal["ended", "away", "moving"]
+"""What became of a home: its process ended; it is silent, or cannot go on; another placement has it not."""
+
+MAX_ENDED = (
+    3  # processes that may end with a request, without a token of any, before it counts as what ends them
+)
+PATIENT_AFTER = 3  # homes in a row without a token, after which the next is not tried at once
+PATIENCE_S = 0.5
+
 
 class Delivery(NamedTuple):
     """A message for a client."""
@@ -62,7 +71,8 @@ class Stream:
     prefilled  where its prompt was computed and what that cost; None before, and where home and prefill are one
     signature, hashes  of its prompt, once computed: for a home, and for the next one should that be lost
     ahead, num_ahead   while its prompt is computed: its likely home, and how many blocks that was told to fetch
-    moves      how often it lost its home since a token came
+    moves      how often it lost its home since a token came; num_ended: how often since that process ended
+    waited_s   how long it was without a home since then, before it lost this one
     homeless_s  since when it has none; lost_node, why: which it was, what happened
     is_aborted  its client wants no more of it
     lost       of one whose client has still to come back: what the client may lack. None once it has
@@ -76,6 +86,8 @@ class Stream:
     waiting: list[Tokens] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     moves: int = 0
+    num_ended: int = 0
+    waited_s: float = 0.0
     homeless_s: float = 0.0
     lost_node: str = ""
     why: str = ""
@@ -97,6 +109,14 @@ class Stream:
     def has_ended(self) -> bool:
         """It is only kept for its client to come back for it."""
         return self.lost is not None and self.lost.ended is not None
+
+    def is_hopeless(self, now: float, homeless_s: float) -> bool:
+        """Without a home: whether none is looked for any longer. homeless_s: how long one is."""
+        return self.num_ended > MAX_ENDED or self.waited_s + now - self.homeless_s > homeless_s
+
+    def may_try(self, now: float) -> bool:
+        """Whether the next home is tried now: those who all give it back at once are not asked all the time."""
+        return self.moves <= PATIENT_AFTER or now - self.homeless_s >= PATIENCE_S
 
     def next_message(self) -> Tokens:
         """Take the oldest of what waits, with as much of what follows as fits in one message."""
@@ -144,10 +164,12 @@ class Streams:
         return request_id in self._streams
 
     def open(self, submit: Submit, client: bytes, node: str, phase: Phase = "decode") -> None:
-        """A request was routed to `node`. Its id must be new."""
+        """A request was routed to `node`. Its id must be new. Its client may have some of the answer already."""
         assert submit.request_id not in self._streams, f"request {submit.request_id} is already running"
         window = Window(max(1, submit.credit))
-        self._streams[submit.request_id] = Stream(submit, client, node, window, phase=phase)
+        so_far = list(submit.output_ids)
+        submit = msgspec.structs.replace(submit, output_ids=[])
+        self._streams[submit.request_id] = Stream(submit, client, node, window, token_ids=so_far, phase=phase)
         self._in_flight[node, phase] += 1
 
     def adopt(self, message: StillRunning, node: str, now: float) -> None:
@@ -186,21 +208,23 @@ class Streams:
             if stream.lost is not None and stream.lost.since_s < before_s
         ]
 
-    def lose_home(self, request_id: str, why: str, now: float, *, is_planned: bool = False) -> None:
+    def lose_home(self, request_id: str, why: str, now: float, loss: Loss = "ended") -> None:
         """The request's home is gone, or is not to be its home any longer; `why` is told if no other takes it."""
         stream = self._streams[request_id]
         self._in_flight[stream.node, stream.phase] -= 1
         stream.node, stream.lost_node, stream.why = "", stream.node, why
-        stream.moves += not is_planned
+        stream.moves += loss != "moving"
+        stream.num_ended += loss == "ended"
         stream.homeless_s = now
 
     def homeless(self) -> list[Stream]:
         """Requests that wait for another home, in the order in which they were submitted."""
         return [stream for stream in self._streams.values() if not stream.node and not stream.has_ended]
 
-    def move(self, request_id: str, node: str, phase: Phase = "decode") -> None:
+    def move(self, request_id: str, node: str, now: float, phase: Phase = "decode") -> None:
         """`node` goes on with a request that had no home."""
         stream = self._streams[request_id]
+        stream.waited_s += now - stream.homeless_s
         stream.node, stream.phase = node, phase
         self._in_flight[node, phase] += 1
         self.look_ahead(request_id, "", 0)
@@ -266,7 +290,7 @@ class Streams:
         if stream is None or message.index != len(stream.token_ids):
             return []
         stream.token_ids += message.token_ids
-        stream.moves = 0  # whoever answers it is not ended by it
+        stream.moves, stream.num_ended, stream.waited_s = 0, 0, 0.0  # whoever answers it is not ended by it
         if message.ledger:  # between homes, and nothing to clients
             stream.ledger, message = message.ledger, msgspec.structs.replace(message, ledger=[])
         if stream.lost is not None:

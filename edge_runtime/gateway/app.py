@@ -88,13 +88,13 @@ class Gateway:
         return JSONResponse(openai.model_entry(self._model, self._started_s))
 
     async def _health(self, request: Request) -> Response:
-        """200 once prompts are answered; says no more than that, since it asks for no key."""
+        """200 while prompts are answered, though some node may be missing; says no more than that: it asks for no key."""
         try:
             status = await asyncio.to_thread(self._answering.status)
         except EdgeError:
-            return JSONResponse({"ready": False}, 503)
-        is_ready = bool(status["ready"])
-        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+            return JSONResponse({"ready": False, "state": "waiting"}, 503)
+        state = status["state"]
+        return JSONResponse({"ready": state == "ready", "state": state}, 503 if state == "waiting" else 200)
 
     def _no_model(self, name: str) -> Response:
         detail = f"model {name!r:.80} is not served here; the model is {self._model!r}"

@@ -295,10 +295,16 @@ class NodeDaemon:
         """Requests go on: the next one is told of them, and their clients come back to it."""
         self._coordinator.reconnect()
         self._greeted = False
+        self._tell_experts(here=False)
         self._greet_at_s = now
         self._coordinator_beats = Beats(now)
         self._waiting_since_s = now
         self._say_waiting_at_s = now + PROGRESS_S
+
+    def _tell_experts(self, *, here: bool) -> None:
+        for share in self._shares.values():
+            if share.experts is not None:
+                share.experts.coordinator_is(here=here)
 
     def _tell_requests(self, coordinator: str) -> None:
         """Tell a coordinator that does not know them which requests run here; one that does has moved them away."""
@@ -365,6 +371,7 @@ class NodeDaemon:
                 self._beat_at_s = 0.0
                 if not was_greeted:
                     log.info("in contact with the coordinator at %s", self._cluster.coordinator)
+                    self._tell_experts(here=True)
                     self._tell_requests(incarnation)
             case Refused(reason="handshake"):  # another coordinator process answers: it wants a Hello first
                 self._greeted = False

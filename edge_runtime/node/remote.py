@@ -113,6 +113,7 @@ class PlacedExperts:
         self._lost_s: float | None = None  # when a peer was last lost
         self._told_s: float | None = None  # when the coordinator last said who is alive, and ...
         self._replacing = False  # ... that another placement is on its way
+        self._coordinator_back_s: float | None = clock.now()  # since when it can be heard; None: it is away
         self.traffic = {link.name: PeerTraffic() for link in links}
         self.times = ExpertTimes()
         self._store = store
@@ -181,15 +182,26 @@ class PlacedExperts:
         self._replacing = replacing
         self._told_s = self._clock.now()
 
+    def coordinator_is(self, *, here: bool) -> None:
+        """The coordinator is gone, or back. Any thread."""
+        self._coordinator_back_s = self._clock.now() if here else None
+
     def may_be_replaced(self) -> bool:
-        """See HostedExperts. True until the coordinator has said otherwise of a peer that was just lost."""
+        """See HostedExperts. True until the coordinator has said otherwise of a peer that was just lost.
+
+        Time without a coordinator does not count, as far as anybody waits at all: nobody could say anything.
+        """
         if self._lost_s is None:
             return False
-        now = self._clock.now()
+        now, back_s = self._clock.now(), self._coordinator_back_s
+        if back_s is None:
+            return now - self._lost_s < REPLACING_S
+        since_s = max(self._lost_s, back_s)
         gone = [link.name for link in self._links if not link.usable and link.was_usable]
-        if self._told_s is None or any(name in self.alive for name in gone):  # it has not noticed yet
-            return now - self._lost_s < UNKNOWN_S
-        return self._replacing and now - self._lost_s < REPLACING_S
+        has_told = self._told_s is not None and self._told_s >= back_s
+        if not has_told or any(name in self.alive for name in gone):  # it has not noticed yet
+            return now - since_s < UNKNOWN_S
+        return self._replacing and now - since_s < REPLACING_S
 
     def greet_all(self, patience_s: float) -> None:
         """Wait until every living peer is usable, `patience_s` at most. For a start-up without a failed first step."""

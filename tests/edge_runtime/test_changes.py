@@ -7,19 +7,26 @@ import pytest
 
 from edge_runtime import changes
 from edge_runtime.clock import ManualClock
-from edge_runtime.errors import ClusterError, Refusal
+from edge_runtime.errors import ClusterError, PeerLost, Refusal
 from topology.errors import TopologyError
 
 
 class Coordinator:
-    """Answers `status` with one picture after another, the last one for ever."""
+    """Answers `status` with one picture after another, the last one for ever. None: it is away, and comes back."""
 
-    def __init__(self, *bodies: dict) -> None:
+    def __init__(self, *bodies: dict | None) -> None:
         self.bodies = list(bodies)
         self.given_up: list[tuple[int, str]] = []
+        self.came_back = 0
 
     def status(self) -> dict:
-        return self.bodies.pop(0) if len(self.bodies) > 1 else self.bodies[0]
+        body = self.bodies.pop(0) if len(self.bodies) > 1 else self.bodies[0]
+        if body is None:
+            raise PeerLost("the coordinator is gone")
+        return body
+
+    def come_back(self) -> None:
+        self.came_back += 1
 
     def give_up(self, epoch: int, why: str) -> None:
         self.given_up.append((epoch, why))
@@ -32,7 +39,14 @@ def body(epoch: int, change: str | None, *outcomes: tuple[int, bool, str]) -> di
 
 
 def follow(coordinator: Coordinator, said: list[str], ended: str | None = None) -> str:
-    return changes.follow(coordinator, 2, ManualClock(), said.append, lambda: ended)  # type: ignore[arg-type]
+    return changes.follow(
+        coordinator,  # type: ignore[arg-type]
+        2,
+        ManualClock(),
+        said.append,
+        lambda: ended,
+        coordinator.come_back,
+    )
 
 
 def test_a_change_is_followed_to_its_end_and_told_every_two_seconds():
@@ -55,9 +69,34 @@ def test_a_process_that_ended_gives_the_change_up_once():
     assert coordinator.given_up == [(2, "n9 ended with exit code 2")]
 
 
-def test_a_coordinator_that_was_started_anew_knows_nothing_of_the_change():
-    with pytest.raises(ClusterError, match="started anew"):
-        follow(Coordinator(body(1, None)), [])
+@pytest.mark.parametrize("epoch", [1, 3])  # it may have mended something since
+def test_a_change_that_was_lost_with_its_coordinator_is_told_as_never_counted(epoch):
+    coordinator = Coordinator(body(1, "epoch 2: n1 to load"), None, body(epoch, None, (1, True, "old")))
+    with pytest.raises(ClusterError, match=f"epoch 2 never counted: .*goes on with epoch {epoch}"):
+        follow(coordinator, [])
+    assert coordinator.came_back == 1
+
+
+def test_a_change_that_counted_when_its_coordinator_was_lost_is_told_so():
+    done = (2, True, "epoch 2 counts: edited.toml was applied")
+    switching = body(2, "epoch 2: n1 to switch", done)
+    coordinator = Coordinator(body(1, "epoch 2: n1 to load"), switching, switching, None, body(2, None, done))
+    assert follow(coordinator, []) == done[2]
+    assert coordinator.came_back == 1
+
+
+def test_a_coordinator_that_goes_before_it_answers_is_asked_again_when_it_is_back():
+    answers = iter([PeerLost("gone"), Refusal("busy", "epoch 2 is under way", 1.0), 0])
+
+    def ask() -> int:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    coordinator = Coordinator()
+    assert changes.begin(ask, ManualClock(), lambda line: None, coordinator.come_back) == 0
+    assert coordinator.came_back == 1
 
 
 def test_a_busy_coordinator_is_asked_again_and_a_bad_file_is_the_users_fault():
@@ -70,14 +109,14 @@ def test_a_busy_coordinator_is_asked_again_and_a_bad_file_is_the_users_fault():
         return answer
 
     said: list[str] = []
-    assert changes.begin(ask, ManualClock(), said.append) == 7
+    assert changes.begin(ask, ManualClock(), said.append, lambda: None) == 7
     assert said == ["waiting: a change is under way"] * 2
 
     def refuse() -> int:
         raise Refusal("topology", "line 3: no")
 
     with pytest.raises(TopologyError, match="line 3"):
-        changes.begin(refuse, ManualClock(), said.append)
+        changes.begin(refuse, ManualClock(), said.append, lambda: None)
 
 
 class Enough(Exception):

@@ -142,9 +142,12 @@ def test_the_submitted_message_says_all_of_the_prompt():
     with played(answer_each) as (coordinator, client):
         client.run([prompt], wait_ready_s=1)
         [submit] = coordinator.of(Submit)
+    seed = {
+        "seed": submit.sampling["seed"]
+    }  # drawn here: whoever goes on with the answer draws the same tokens
     assert (submit.messages, submit.sampling, submit.trace, submit.credit) == (
         prompt.messages,
-        prompt.sampling,
+        {**prompt.sampling, **seed},
         True,
         CREDIT,
     )
@@ -374,6 +377,35 @@ def test_a_coordinator_that_comes_back_is_asked_for_the_rest():
     assert (begun.text, begun.token_ids) == ("one two three", [1, 2, 3]) and fresh.text == "not begun."
     assert {(one.num_tokens, one.num_chars) for one in asked} == {(2, 8), (0, 0)}
     assert any("its answers go on" in line for line in said)
+
+
+def test_an_answer_that_no_node_knows_is_asked_for_again_after_what_has_come():
+    """Nothing is asked twice but what was lost, and the text has no seam, whatever the second home sends of its end."""
+
+    def forget(message: Message, send: Send) -> None:
+        if not isinstance(message, Submit):
+            return
+        request_id = message.request_id
+        send(Accepted(request_id, "n1"))
+        if not message.output_ids:
+            send(Tokens(request_id, 0, [1, 2], "one two "))
+            send(Refused("unknown_request", "it runs nowhere", None, request_id))
+        elif len(coordinator.of(Submit)) == 2:
+            send(Refused("not_ready", "waiting for n2", 0.0, request_id))
+        elif len(message.output_ids) == 2:
+            send(Tokens(request_id, 2, [3], "thr"))
+            send(Tokens(request_id, 3, [], "ee"))
+            send(Refused("unknown_request", "it runs nowhere", None, request_id))
+        else:
+            send(Tokens(request_id, 3, [], "ee"))
+            send(Finished(request_id, "length", 1, 3))
+
+    with played(forget) as (coordinator, client):
+        [answer] = client.run([Prompt(prompt="x", sampling={"temperature": 1.0})], wait_ready_s=0)
+        submits = coordinator.of(Submit)
+    assert (answer.text, answer.token_ids) == ("one two three", [1, 2, 3])
+    assert len({submit.sampling["seed"] for submit in submits}) == 1
+    assert [submit.output_ids for submit in submits] == [[], [1, 2], [1, 2], [1, 2, 3]]
 
 
 def test_nobody_at_the_address_is_told_in_time():

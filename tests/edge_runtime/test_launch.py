@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ import pytest
 from edge_runtime.clock import ManualClock, SystemClock
 from edge_runtime.config import is_running, read_records, record_process, state_dir, write_record
 from edge_runtime.errors import ConfigError, PeerLost, UserError
-from edge_runtime.launch import LocalCluster, last_log_line, recorded, start_local, stop_local, wait_ready
+from edge_runtime.launch import (
+    LocalCluster,
+    last_log_line,
+    recorded,
+    start_local,
+    start_nodes,
+    stop_local,
+    wait_ready,
+)
 from tests.support.clusters import write_topology
 from tests.support.processes import wait_until_gone
 from topology.files import read_cluster
@@ -67,6 +76,19 @@ def test_a_record_of_a_process_that_is_gone_keeps_nobody_from_starting(
     for process in local.processes.values():
         process.wait(15)
     wait_until_gone(pids, deadline_s=1.0)
+
+
+def test_nodes_that_come_later_are_held_like_those_of_the_beginning(topology: Path) -> None:
+    cluster, folder, said = read_cluster(topology), state_dir(topology), []
+    before = replace(cluster, nodes=cluster.nodes[:1])
+    for limited in (said.append, None):
+        started = [start_local(before, topology, limited=limited)]
+        started.append(start_nodes(cluster, ["attic"], topology, folder, said.append))
+        stop_local(topology, SystemClock())
+        for local in started:
+            for process in local.processes.values():
+                process.wait(15)
+    assert [line.partition(":")[0] for line in said] == ["desk", "attic"]
 
 
 def test_a_state_folder_that_cannot_be_made_is_named(topology: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,8 @@ def status(**changes: object) -> dict:
     return {
         "cluster": "test",
         "ready": True,
+        "state": "ready",
+        "to_start": "",
         "waiting_for": "",
         "epoch": 1,
         "requests": {"in_flight": 2, "finished": 5, "failed": 1},
@@ -67,7 +69,12 @@ def test_a_group_of_stages_is_shown_with_its_layers_and_a_plain_home_is_not():
 
 def test_a_cluster_that_waits_says_for_what_and_shows_faults_and_lost_experts():
     body = status(state="failed", fault="no memory", pid=None, report={})
-    body |= {"ready": False, "waiting_for": "n1 failed (no memory)", "experts_without_host": 8}
+    body |= {
+        "ready": False,
+        "state": "waiting",
+        "waiting_for": "n1 failed (no memory)",
+        "experts_without_host": 8,
+    }
     text = status_table(body)
     assert "waiting for n1 failed (no memory)" in text and "8 experts have no living host" in text
     assert text.splitlines()[-1] == "n1: no memory"

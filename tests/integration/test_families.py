@@ -105,3 +105,39 @@ def test_eight_nodes_answer_with_an_encoder_decoder_as_generate_of_transformers_
         assert answer["token_ids"] == reference.greedy(tokenizer.encode(prompt), NUM_TOKENS)
         assert answer["bill"]["exact_here"] == 0, "every routed expert is on another node"
         assert sum(node["expert_slots"] > 0 for node in answer["nodes"].values()) >= 2
+
+
+def test_a_prompt_of_27_thousand_tokens_is_answered_over_two_nodes_as_in_one_process(tmp_path: Path) -> None:
+    """Far beyond where a 16-bit position, block number or message size would end."""
+    folder = tmp_path / "model"
+    write_tiny(
+        "qwen3_moe",
+        folder,
+        vocab_size=8192,
+        max_position_embeddings=32768,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+    )
+    copy_tokens(folder)
+    scenario = tmp_path / "long.toml"
+    text = TOPOLOGY.replace("kv_tokens = 1024", "kv_tokens = 32768\nmax_batch_rows = 512")
+    scenario.write_text(text.replace("420 MiB", "480 MiB") + HOST.format(index=0, port=25552))
+    line = "The keeper of the lighthouse counted {} ships that night, and wrote each of them down. "
+    tokenizer = Tokenizer.open(folder)
+    prompt = "".join(line.format(number) for number in range(1200))
+    ids = tokenizer.encode(prompt)
+    assert 26_600 < len(ids) < 32_000
+    with LocalCluster(write_topology(tmp_path, scenario, model=folder)) as cluster:
+        [answer] = cluster.answers([prompt], "--max-tokens", str(NUM_TOKENS), "--ignore-eos")
+        cluster.wait_until_idle()
+    assert answer["bill"]["exact_here"] == 0 and answer["usage"]["prompt_tokens"] == len(ids)
+    sequences = Sequences(Checkpoint.open(folder), context_tokens=32768, max_rows=512)
+    for start in range(0, len(ids), 512):
+        logits = sequences.step([(0, ids[start : start + 512])])[0]
+    found: list[int] = []
+    while len(found) < NUM_TOKENS:
+        found.append(int(logits[-1].argmax()))
+        logits = sequences.step([(0, found[-1:])])[0]
+    assert answer["token_ids"] == found

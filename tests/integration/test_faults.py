@@ -1,5 +1,6 @@
 """What happens to running answers when a node, or the coordinator, is killed, frozen or started again."""
 
+import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from tests.support.clusters import CLOCK, LocalCluster, read_json_lines, wait_for, write_topology
-from tests.support.processes import CliProcess
+from tests.support.processes import CliProcess, wait_until_gone
 
 LENDERS = Path(__file__).parent / "scenarios" / "lenders.toml"
 ONE_EXPERT = Path(__file__).parent / "scenarios" / "one_expert.toml"
@@ -46,6 +47,12 @@ def wait_until_called(cluster: LocalCluster, name: str) -> None:
     """It serves calls of what runs now."""
     before = cluster.node(name)["report"]["calls_served"]
     wait_for(lambda: cluster.node(name)["report"]["calls_served"] > before, f"{name} is called")
+
+
+def homes_by_load(cluster: LocalCluster) -> list[str]:
+    """Those that answer, the one with most of what runs first."""
+    homes = [node for node in cluster.status()["nodes"] if "decode" in node["roles"]]
+    return [node["name"] for node in sorted(homes, key=lambda node: -node["in_flight"])]
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +98,10 @@ def test_answers_of_a_decode_home_that_is_killed_go_on_elsewhere_without_a_seam(
     whole_lenders: LocalCluster, texts: list[str]
 ) -> None:
     streams = start_streams(whole_lenders)
-    assert whole_lenders.node("laptop")["in_flight"] == 2
-    whole_lenders.kill("laptop")
+    home, other = homes_by_load(whole_lenders)
+    whole_lenders.kill(home)
     began = CLOCK.now()
-    wait_for(lambda: whole_lenders.node("laptop")["state"] == "lost", "laptop is lost")
+    wait_for(lambda: whole_lenders.node(home)["state"] == "lost", f"{home} is lost")
     assert CLOCK.now() - began < LOST_AFTER_S + 1.5
     finished = streams.finish(deadline_s=30.0)
     assert finished.exit_code == 0, finished
@@ -102,7 +109,7 @@ def test_answers_of_a_decode_home_that_is_killed_go_on_elsewhere_without_a_seam(
     assert [answer["text"] for answer in answers] == texts
     assert all(len(answer["token_ids"]) == NUM_TOKENS for answer in answers)
     again = whole_lenders.answer(PROMPTS[3], "--max-tokens", "16")
-    assert again["home"] == "desk" and texts[3].startswith(again["text"])
+    assert again["home"] == other and texts[3].startswith(again["text"])
 
 
 def test_answers_go_on_while_the_coordinator_is_killed_and_comes_back_to_nodes_that_kept_their_weights(
@@ -131,6 +138,40 @@ def test_answers_go_on_while_the_coordinator_is_killed_and_comes_back_to_nodes_t
     assert undisturbed(whole_lenders) == texts
 
 
+def test_answers_outlive_a_coordinator_that_is_stopped_and_end_with_the_cluster(
+    whole_lenders: LocalCluster, texts: list[str]
+) -> None:
+    streams = start_streams(whole_lenders)
+    pid = whole_lenders.pids()["coordinator"]
+    whole_lenders.signal("coordinator", signal.SIGTERM)
+    wait_until_gone([pid])
+    whole_lenders.forget_coordinator()
+    whole_lenders.start_coordinator()
+    finished = streams.finish(deadline_s=60.0)
+    assert finished.exit_code == 0, finished
+    assert [answer["text"] for answer in read_json_lines(finished.stdout)] == texts
+    assert "its answers go on" in finished.stderr
+
+
+def test_answers_of_a_home_that_is_lost_together_with_the_coordinator_are_gone_on_with_by_their_clients(
+    whole_lenders: LocalCluster, texts: list[str]
+) -> None:
+    streams = start_streams(whole_lenders)
+    home, _ = homes_by_load(whole_lenders)
+    pids = whole_lenders.pids()
+    whole_lenders.signal("coordinator", signal.SIGSTOP)  # it is to hear nothing of the loss
+    for name in (home, "coordinator"):
+        os.kill(pids[name], signal.SIGKILL)
+        wait_until_gone([pids[name]])
+    whole_lenders.forget_coordinator()
+    whole_lenders.start_coordinator()
+    finished = streams.finish(deadline_s=60.0)
+    assert finished.exit_code == 0, finished
+    answers = read_json_lines(finished.stdout)
+    assert [answer["text"] for answer in answers] == texts
+    assert all(len(answer["token_ids"]) == NUM_TOKENS for answer in answers)
+
+
 def test_a_coordinator_that_is_started_anew_goes_on_with_the_file_that_was_applied(
     whole_lenders: LocalCluster, texts: list[str]
 ) -> None:
@@ -154,12 +195,38 @@ def test_a_coordinator_that_is_started_anew_goes_on_with_the_file_that_was_appli
     assert undisturbed(whole_lenders) == texts
 
 
+@pytest.mark.timeout(240)
+def test_experts_that_are_lost_together_with_the_coordinator_are_waited_for_and_no_text_changes(
+    tmp_path: Path,
+) -> None:
+    scenario = tmp_path / "roomy.toml"
+    scenario.write_text(ONE_EXPERT.read_text().replace("378.15 MiB", "380 MiB"))
+    prompts = ["und ", "of ", "and ", "print("]
+    with LocalCluster(write_topology(tmp_path / "roomy", scenario)) as cluster:
+        texts = undisturbed(cluster, prompts)
+        streams = start_streams(cluster, prompts)
+        pids = cluster.pids()
+        cluster.signal("coordinator", signal.SIGSTOP)
+        for name in ("vault", "coordinator"):
+            os.kill(pids[name], signal.SIGKILL)
+            wait_until_gone([pids[name]])
+        cluster.forget_coordinator()
+        CLOCK.sleep(
+            9.0
+        )  # longer than a coordinator that is there may take to say what becomes of the experts
+        cluster.start_coordinator()
+        finished = streams.finish(deadline_s=60.0)
+        assert finished.exit_code == 0, finished
+        assert [answer["text"] for answer in read_json_lines(finished.stdout)] == texts
+
+
 @pytest.fixture(scope="module")
 def unreplicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     with LocalCluster(write_topology(tmp_path_factory.mktemp("one-expert"), ONE_EXPERT)) as cluster:
         yield cluster
 
 
+@pytest.mark.timeout(240)
 def test_experts_without_replicas_that_are_lost_end_only_what_needs_them_until_their_node_is_back(
     unreplicated: LocalCluster,
 ) -> None:
@@ -170,9 +237,9 @@ def test_experts_without_replicas_that_are_lost_end_only_what_needs_them_until_t
 
     streams = start_streams(unreplicated, [*affected, *others])
     unreplicated.kill("vault")
-    finished = streams.finish(deadline_s=20.0)
+    finished = streams.finish(deadline_s=40.0)  # it might be back in a moment, and is waited for
     assert finished.exit_code == 3
-    assert len(finished.stderr.splitlines()) == 1 and "vault" in finished.stderr
+    assert "vault" in finished.stderr.splitlines()[-1]
     answers = dict(zip([*affected, *others], read_json_lines(finished.stdout), strict=True))
     failed = [prompt for prompt in answers if answers[prompt]["finish_reason"] == "error"]
     assert set(failed) == set(affected)

@@ -154,7 +154,7 @@ def test_a_reader_that_goes_away_takes_its_request_along(
 def test_models_and_health_are_told(gateway: RunningGateway) -> None:
     assert [model.id for model in gateway.client.models.list()] == [MODEL]
     assert gateway.client.models.retrieve(MODEL).id == MODEL
-    assert gateway.get("/health") == (200, {"ready": True})
+    assert gateway.get("/health") == (200, {"ready": True, "state": "ready"})
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_an_address_or_key_that_cannot_be_is_refused(
 def test_without_a_cluster_a_request_is_told_to_try_again(tmp_path: Any) -> None:
     running = RunningGateway(LocalCluster(write_topology(tmp_path, "one_node")), "--wait", "0")
     try:
-        assert running.get("/health") == (503, {"ready": False})
+        assert running.get("/health") == (503, {"ready": False, "state": "waiting"})
         with pytest.raises(openai.InternalServerError) as failure:
             running.client.completions.create(model=MODEL, prompt=PROMPT)
         assert failure.value.status_code == 503

@@ -1,5 +1,7 @@
 """Prompts computed on one machine and answered on another: the same tokens as on one, and whoever may be lost meanwhile."""
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,5 +125,28 @@ def test_either_side_may_be_killed_while_answers_run(separate: LocalCluster, rol
     assert finished.exit_code == 0, f"{finished}\n{separate.logs()}"
     assert [answer["token_ids"] for answer in read_json_lines(finished.stdout)] == expected
     separate.start_node(victim)
+    separate.wait_until_ready()
+    separate.wait_until_idle()
+
+
+def test_prompts_that_are_computed_when_the_coordinator_is_lost_are_answered_by_the_next(
+    separate: LocalCluster,
+) -> None:
+    separate.wait_until_ready()
+    expected = [answer["token_ids"] for answer in separate.answers(entries())]
+    streams = separate.start_command("submit", "--file", separate.write_prompts(entries()))
+    worker = wait_for(
+        lambda: next((name for name in sorted(WORKERS) if separate.node(name)["in_prefill"]), None),
+        "a prompt is computed",
+    )
+    separate.signal(worker, signal.SIGSTOP)  # so that it has the prompt in hand
+    pid = separate.pids()[worker]
+    separate.kill("coordinator")
+    separate.forget_coordinator()
+    os.kill(pid, signal.SIGCONT)
+    separate.start_coordinator()
+    finished = streams.finish(deadline_s=60.0)
+    assert finished.exit_code == 0, f"{finished}\n{separate.logs()}"
+    assert [answer["token_ids"] for answer in read_json_lines(finished.stdout)] == expected
     separate.wait_until_ready()
     separate.wait_until_idle()

@@ -1,5 +1,6 @@
 """A cluster with keys serves those who have one of them, and nobody else."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -8,8 +9,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from edge_runtime.protocol import Hello, encode
-from tests.support.clusters import LocalCluster, write_topology
+from edge_runtime.errors import DeadlinePassed
+from edge_runtime.protocol import Hello, Welcome, encode
+from edge_runtime.transport.endpoint import Channel
+from edge_runtime.transport.keys import load_keys, new_keys
+from tests.support.clusters import LocalCluster, wait_for, write_topology
+from tests.support.handshakes import Recorder, is_no_answer, replayed
 from tests.support.processes import Finished, run_cli
 
 WAIT_MS = 1500
@@ -102,3 +107,65 @@ def test_nobody_without_a_key_gets_a_word_on_any_port(keyed: LocalCluster) -> No
             peer.send_multipart(hello)
             assert not peer.poll(WAIT_MS)
     assert keyed.status()["ready"]
+
+
+def addresses(cluster: LocalCluster) -> dict[str, str]:
+    return {name: f"127.0.0.1:{port}" for name, port in cluster.ports().items()}
+
+
+def test_nobody_with_a_wrong_key_or_for_a_wrong_one_gets_a_word_on_any_port(
+    keyed: LocalCluster, tmp_path: Path
+) -> None:
+    """The coordinator's port and those over which nodes talk to each other, alike."""
+    folder = keyed.topology.parent / "keys"
+    new_keys(tmp_path, ["client"])
+    ours, strange = load_keys(folder, "client"), load_keys(tmp_path, "client")
+    for name, address in addresses(keyed).items():
+        wrong = next(other for other in ("desk", "attic") if other != name)
+        for keys, expected in ((strange, ours.of_peer(name)), (ours, ours.of_peer(wrong))):
+            with (
+                Channel(address, keys=keys, server_key=expected) as channel,
+                pytest.raises(DeadlinePassed),
+            ):
+                channel.request(Hello("client", role="client"), Welcome, 0.5)
+    assert keyed.status()["ready"]
+
+
+def test_a_connection_that_is_overheard_and_replayed_gets_nothing_on_any_port(keyed: LocalCluster) -> None:
+    keys = load_keys(keyed.topology.parent / "keys", "client")
+    for name, address in addresses(keyed).items():
+        recorder = Recorder(address)
+        with Channel(recorder.address, keys=keys, server_key=keys.of_peer(name)) as channel:
+            assert channel.wait_until_up(5.0)
+            channel.send(Hello("client", role="client"), call_id=1)
+            assert channel.receive(5.0) is not None, "whoever has a key is answered"
+        recorder.close()
+        assert is_no_answer(replayed(address, recorder.sent)), name
+    assert keyed.status()["ready"]
+
+
+def test_a_nodes_key_is_replaced_while_answers_run_and_then_the_old_one_is_worth_nothing(
+    keyed: LocalCluster, tmp_path: Path
+) -> None:
+    folder, flags = keyed.topology.parent / "keys", ("--max-tokens", "300", "--ignore-eos")
+    expected = keyed.answer("Once upon a time", *flags)["text"]
+    old = tmp_path / "old"
+    shutil.copytree(folder, old)
+    process = keyed.start_command("submit", "--json", *flags, "--", "Once upon a time")
+    wait_for(lambda: keyed.status()["requests"]["in_flight"], "it is answered")
+    new_keys(tmp_path / "new", ["attic"])
+    shutil.copy(tmp_path / "new" / "attic.key", folder / "attic+next.key")  # to all machines
+    shutil.copy(tmp_path / "new" / "attic.key_secret", folder / "attic.key_secret")  # and on its own
+    keyed.kill("attic")
+    keyed.start_node("attic")
+    finished = process.finish(60.0)
+    assert finished.exit_code == 0 and json.loads(finished.stdout)["text"] == expected, finished
+    (folder / "attic+next.key").replace(folder / "attic.key")
+    keyed.wait_until_ready()
+    assert keyed.answer("Once upon a time", *flags)["text"] == expected
+    coordinator = addresses(keyed)["coordinator"]
+    with (
+        Channel(coordinator, name="coordinator", keys=load_keys(old, "attic")) as channel,
+        pytest.raises(DeadlinePassed),
+    ):
+        channel.request(Hello("attic"), Welcome, 0.5)

@@ -104,7 +104,8 @@ def test_a_stage_that_is_killed_costs_its_streams_a_pause_and_no_token(
     expected = told(Streams(one_node, prompts))
     streams = Streams(pairs, prompts)
     wait_for(lambda: streams.all_run and streams.num_tokens > 200, "streams run", 60.0)
-    assert [group["in_flight"] for group in pairs.status()["groups"]] == [6, 6]
+    in_flight = [group["in_flight"] for group in pairs.status()["groups"]]
+    assert sum(in_flight) == 12 and all(in_flight), "the faster has more"
     pairs.kill("d")
     assert told(streams) == expected
     wait_for(lambda: ["c", "d"] not in nodes_of(pairs.status()), "layers without d", 30.0)

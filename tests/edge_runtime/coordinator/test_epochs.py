@@ -15,6 +15,7 @@ from edge_runtime.coordinator.epochs import (
     CHANGE_S,
     HERE,
     KEPT_OUTCOMES,
+    RETURN_LOSSES,
     Announce,
     Command,
     Dismiss,
@@ -22,6 +23,7 @@ from edge_runtime.coordinator.epochs import (
     SendActivate,
     SendDeploy,
     SendRelease,
+    WorkOut,
 )
 from edge_runtime.coordinator.snapshot import Snapshot, decode_snapshot, encode_snapshot, snapshot_of
 from edge_runtime.errors import Refusal
@@ -104,6 +106,8 @@ class World:
         self.first = snapshot_of(self.epochs, "m", "f"), 0.0
         self.processes: list[Process] = []
         self.started = 0
+        self.asks: collections.deque = collections.deque()  # what is to be worked out
+        self.is_prompt = True  # and is so at once
         self.log: list[tuple[str, tuple, float]] = []
         self.said: list[Command] = []
         self.activated: list[int] = []
@@ -116,6 +120,8 @@ class World:
         commands = result[1] if isinstance(result, tuple) else result
         for command in commands:
             self.deliver(command)
+        while self.is_prompt and self.asks:
+            self.work_out()
         return result
 
     def deliver(self, command: Command) -> None:
@@ -133,6 +139,29 @@ class World:
                 self.post(self.peer_of(name), ("release", epoch, serves))
             case Dismiss(peer, _):
                 self.post(peer, ("stop",))
+            case WorkOut(ask):
+                self.asks.append(ask)
+
+    def work_out(self) -> None:
+        ask = self.asks.popleft()
+        try:
+            found = self.epochs.work_out(ask)
+        except TopologyError as error:
+            found = error
+        self.call("worked_out", ask, found)
+
+    def change(self, wanted: Cluster) -> int:
+        """A file is applied. The epoch of the change."""
+        found = self.epochs.work_out(self.epochs.ask(wanted))
+        return self.call("apply_plan", found, "a file was applied")[0]
+
+    def drain(self, name: str) -> int:
+        found = self.epochs.work_out(self.epochs.ask_without(name))
+        self.log.append(("apply_plan", (found, "drained", self.now, frozenset((name,))), None))
+        epoch, commands = self.epochs.apply_plan(found, "drained", self.now, frozenset((name,)))
+        for command in commands:
+            self.deliver(command)
+        return epoch
 
     def peer_of(self, name: str) -> bytes:
         record = self.epochs.state.nodes.get(name)
@@ -230,6 +259,8 @@ class World:
         until, calm = self.now + seconds, 0
         while self.now < until and calm < 20:
             before = len(self.said)
+            while self.asks:
+                self.work_out()
             for process in self.able():
                 while (process.inbox or process.loads) and not process.is_over:
                     self.take(process)
@@ -268,7 +299,7 @@ class World:
         failed = {record.name for record in epochs.state.nodes.values() if record.phase == "failed"}
         assert set(present) == {process.name for process in self.running()} - failed
         try:
-            epochs.plan(epochs.cluster)
+            epochs.work_out(epochs._ask(epochs.cluster, present, is_urgent=True))
         except TopologyError:
             return
         assert not experts_without_host(epochs.placement, set(epochs.state.alive))
@@ -283,6 +314,7 @@ class World:
         self.first = found, self.now
         self.epochs = self.begin(*self.first)
         self.log, self.said = [], []
+        self.asks.clear()
         for process in self.running():
             process.loads = []  # of a change that nobody wants any more
 
@@ -296,7 +328,7 @@ class World:
         again = self.begin(*self.first)
         said: list[Command] = []
         for what, arguments, now in self.log:
-            result = getattr(again, what)(*arguments, now)
+            result = getattr(again, what)(*arguments, *(() if now is None else (now,)))
             said += result[1] if isinstance(result, tuple) else result
         assert said == self.said
         assert again.state == self.epochs.state and again.change == self.epochs.change
@@ -308,6 +340,7 @@ class AnyClusterLife(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.world = World()
+        self.world.is_prompt = False
         for name in NAMES:
             self.world.start(name)
 
@@ -356,11 +389,15 @@ class AnyClusterLife(RuleBasedStateMachine):
     def pass_time(self, seconds):
         self.world.pass_time(seconds)
 
+    @precondition(lambda self: self.world.asks)
+    @rule()
+    def work_out(self):
+        self.world.work_out()
+
     @rule(number=st.sampled_from(range(len(WANTED))))
     def apply(self, number):
-        wanted = WANTED[number]
         try:
-            self.world.call("apply_plan", self.world.epochs.plan(wanted), "a file was applied")
+            self.world.change(WANTED[number])
         except (TopologyError, Refusal):
             pass  # refused: nothing changes
 
@@ -371,7 +408,7 @@ class AnyClusterLife(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def drain(self, name):
         try:
-            self.world.call("drain", name)
+            self.world.drain(name)
         except (TopologyError, Refusal):
             pass
 
@@ -418,12 +455,16 @@ def unhosted(world: World) -> int:
     return experts_without_host(world.epochs.placement, set(world.epochs.state.alive))
 
 
+def announcements(world: World) -> list[Announce]:
+    return [command for command in world.said if isinstance(command, Announce)]
+
+
 def last_announcement(world: World) -> Announce:
-    return [command for command in world.said if isinstance(command, Announce)][-1]
+    return announcements(world)[-1]
 
 
 def test_a_file_with_a_further_node_waits_for_it_and_then_counts(world):
-    world.call("apply_plan", world.epochs.plan(WANTED[3]), "edited")
+    world.change(WANTED[3])
     world.settle(5.0)
     assert world.epochs.active == 1 and "n5 to come" in world.epochs.change_text()
     assert world.epochs.state.is_ready, "the cluster serves meanwhile as before"
@@ -435,7 +476,7 @@ def test_a_file_with_a_further_node_waits_for_it_and_then_counts(world):
 
 def test_a_node_that_never_comes_ends_the_change_and_nothing_has_changed(world):
     before = world.epochs.placement
-    world.call("apply_plan", world.epochs.plan(WANTED[3]), "edited")
+    world.change(WANTED[3])
     world.settle(CHANGE_S + 2.0)
     assert world.epochs.change is None and world.epochs.placement == before
     assert "n5 did not load within" in world.epochs.outcomes[-1].detail
@@ -444,7 +485,7 @@ def test_a_node_that_never_comes_ends_the_change_and_nothing_has_changed(world):
 
 
 def test_a_change_on_whose_way_weights_come_is_not_late_until_they_stop_coming(world):
-    world.call("apply_plan", world.epochs.plan(WANTED[3]), "edited")
+    world.change(WANTED[3])
     epoch = world.epochs.change.epoch
     for megabytes in range(1, 4):
         world.settle(CHANGE_S - 10.0)
@@ -458,7 +499,7 @@ def test_a_change_on_whose_way_weights_come_is_not_late_until_they_stop_coming(w
 
 
 def test_a_node_that_is_refused_ends_the_change_at_once(world):
-    world.call("apply_plan", world.epochs.plan(WANTED[3]), "edited")
+    world.change(WANTED[3])
     world.call("cannot_join", "n5", "it has another model")
     assert world.epochs.change is None and "n5 cannot load" in world.epochs.outcomes[-1].detail
     world.call("cannot_join", "n1", "an impostor")
@@ -496,8 +537,16 @@ def test_what_nobody_has_room_for_is_announced_as_lost_and_taken_back_from_its_n
     tight.settle(1.0)
     process(tight, "n3").is_over = True
     tight.call("apply", states.Unreachable("n3"))
+    assert last_announcement(tight).replacing, "it may be back in a moment"
+    hoped_s = RETURN_LOSSES * tight.epochs.cluster.lost_after_s
+    until, before = tight.now + hoped_s - 1.0, len(announcements(tight))
+    while tight.now < until:
+        tight.pass_time(0.5)
+    assert len(announcements(tight)) == before
+    for _ in range(60):
+        tight.pass_time(0.5)
     assert not last_announcement(tight).replacing
-    tight.settle(30.0)
+    assert len(announcements(tight)) == before + 1
     notes = [c.text for c in tight.said if isinstance(c, states.Note) and "cannot be mended" in c.text]
     assert len(notes) == 1 and "bytes" in notes[0], "said once, with numbers"
     tight.start("n3")
@@ -507,7 +556,7 @@ def test_what_nobody_has_room_for_is_announced_as_lost_and_taken_back_from_its_n
 
 
 def test_a_drained_node_hands_over_stops_and_is_missed_by_nobody(world):
-    world.call("drain", "n1")
+    world.drain("n1")
     assert world.epochs.leaving == {"n1"}
     world.settle(2.0)
     assert not [found for found in world.running() if found.name == "n1"]
@@ -523,23 +572,23 @@ def test_a_drained_node_hands_over_stops_and_is_missed_by_nobody(world):
 
 
 def test_a_drain_that_the_others_have_no_room_for_is_refused_with_numbers(world):
-    world.call("drain", "n1")
+    world.drain("n1")
     with pytest.raises(Refusal, match="a change is under way"):
-        world.epochs.drain("n2", world.now)
+        world.drain("n2")
     world.settle(2.0)
     with pytest.raises(TopologyError, match="n2 cannot be drained: without it .*"):
-        world.epochs.drain("n2", world.now)  # nobody else may answer
+        world.drain("n2")  # nobody else may answer
     with pytest.raises(TopologyError, match="no node is called n9; the cluster has n1, n2, n3, n4"):
-        world.epochs.drain("n9", world.now)
+        world.drain("n9")
     with pytest.raises(TopologyError, match="n1 is not there to be drained: it is left"):
-        world.epochs.drain("n1", world.now)
+        world.drain("n1")
 
 
 def test_no_epoch_is_used_twice_even_after_a_roll_back_or_a_coordinator_before(world):
     world.call("apply", states.Beat("n1", NodeReport(epoch=7)))
-    first, _ = world.call("apply_plan", world.epochs.plan(WANTED[6]), "edited")
+    first = world.change(WANTED[6])
     world.call("give_up", first, "never mind")
-    second, _ = world.call("apply_plan", world.epochs.plan(WANTED[6]), "edited")
+    second = world.change(WANTED[6])
     assert (first, second) == (8, 9)
     world.call("loaded", "n1", 8, 1000)  # at last, and too late
     assert not world.epochs.change.loaded
@@ -558,8 +607,21 @@ def test_a_node_that_cannot_load_is_tried_again_after_ever_longer_pauses(world):
     assert pauses == sorted(pauses) and pauses[-1] >= 30 and len(begun) < 12
 
 
+def test_a_change_is_known_to_count_from_the_moment_it_does_whoever_is_asked(world):
+    epoch = world.change(WANTED[6])
+    for found in world.able():
+        while found.loads or (found.inbox and found.inbox[0][0] != "activate"):
+            assert epoch not in [outcome.epoch for outcome in world.epochs.outcomes]
+            world.take(found)
+    kept = snapshot_of(world.epochs, "m", "f")
+    assert world.epochs.change.phase == "switching" and kept.placement.epoch == epoch
+    assert [(o.epoch, o.is_done) for o in kept.outcomes] == [(epoch, True)]
+    world.settle(2.0)
+    assert [(o.epoch, o.is_done) for o in world.epochs.outcomes] == [(epoch, True)], "told once"
+
+
 def test_a_node_that_joins_while_the_others_switch_is_ready_too(world):
-    world.call("apply_plan", world.epochs.plan(WANTED[6]), "edited")
+    world.change(WANTED[6])
     for found in world.able():
         while found.loads or (found.inbox and found.inbox[0][0] != "activate"):
             world.take(found)
@@ -591,7 +653,7 @@ def test_two_hundred_restarts_leave_the_coordinator_with_as_much_to_remember_as_
 
 
 def test_a_file_that_changes_nothing_begins_nothing(world):
-    assert world.call("apply_plan", world.epochs.plan(FOUR), "edited") == (0, [])
+    assert world.change(FOUR) == 0 and world.epochs.change is None
 
 
 def test_nodes_that_never_came_are_done_without_after_a_while():
@@ -602,3 +664,20 @@ def test_nodes_that_never_came_are_done_without_after_a_while():
     assert world.epochs.active == 1 and unhosted(world)
     world.settle(20.0)
     assert not unhosted(world)
+
+
+def test_a_plan_made_from_what_has_changed_meanwhile_is_made_again(world):
+    world.is_prompt = False
+    process(world, "n3").is_over = True
+    world.call("apply", states.Unreachable("n3"))
+    assert last_announcement(world).replacing, "it is being worked out, so nobody gives its experts up"
+    process(world, "n4").is_over = True
+    world.call("apply", states.Unreachable("n4"))
+    assert len(world.asks) == 1, "one at a time"
+    world.work_out()
+    assert world.epochs.change is None and len(world.asks) == 1, "n4 has no share in what is loaded"
+    world.work_out()
+    assert world.epochs.change.members == {"n1", "n2"}
+    old = world.epochs.ask(FOUR)
+    world.settle(3.0)
+    assert not world.epochs.is_current(old) and world.epochs.is_current(world.epochs.ask(FOUR))

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from edge_runtime.coordinator.epochs import Epochs
-from edge_runtime.coordinator.state import Joined, Left, ShareLoaded, Tick
+from edge_runtime.coordinator.epochs import Epochs, WorkOut
+from edge_runtime.coordinator.state import Joined, Left, ShareLoaded
 from edge_runtime.protocol import (
     Abort,
     Accepted,
@@ -115,9 +115,9 @@ def test_layers_that_lost_their_node_are_given_to_others(now: float = 0.0) -> No
         epochs.apply(Joined(name, name.encode(), "one", 1), now)
         epochs.apply(ShareLoaded(name, 1, 1000), now)
     assert epochs.change is None and len(epochs.serving_groups()) == 2
-    epochs.apply(Left("n4", "stopped"), now + 1)
-    for tick in range(2, 9):
-        epochs.apply(Tick(), now + tick)
+    said = epochs.apply(Left("n4", "stopped"), now + 1)
+    [ask] = [command.ask for command in said if isinstance(command, WorkOut)]
+    epochs.worked_out(ask, epochs.work_out(ask), now + 2)
     assert epochs.change is not None and "layers lost their node with n4" in epochs.change.why
     coming = epochs.plans[epochs.change.epoch].placement
     assert [group.nodes for group in coming.groups] == [("n1", "n2")]

@@ -74,7 +74,7 @@ def first_round(world: World) -> None:
 
 def test_a_change_without_room_beside_the_old_is_made_in_rounds(tight) -> None:
     wanted = exchanged(TIGHT)
-    goal, _ = tight.call("apply_plan", tight.epochs.plan(wanted), "edited")
+    goal = tight.change(wanted)
     assert goal > 2 and "round 1 of" in tight.epochs.change.why
     hosted = []
     while tight.epochs.change is not None:
@@ -97,7 +97,7 @@ def test_a_change_without_room_beside_the_old_is_made_in_rounds(tight) -> None:
 
 def test_a_later_round_that_fails_leads_back_to_where_it_began(tight) -> None:
     before = tight.epochs.placement
-    goal, _ = tight.call("apply_plan", tight.epochs.plan(exchanged(TIGHT)), "edited")
+    goal = tight.change(exchanged(TIGHT))
     first_round(tight)
     tight.call("cannot_load", "n2", tight.epochs.change.epoch, "its disk is broken")
     failed = tight.epochs.outcomes[-1]
@@ -110,14 +110,14 @@ def test_a_later_round_that_fails_leads_back_to_where_it_began(tight) -> None:
 
 def test_whoever_asked_gives_the_whole_change_up_by_the_epoch_it_knows(tight) -> None:
     before = tight.epochs.placement
-    goal, _ = tight.call("apply_plan", tight.epochs.plan(exchanged(TIGHT)), "edited")
+    goal = tight.change(exchanged(TIGHT))
     tight.call("give_up", goal, "never mind")
     tight.settle(2.0)
     assert tight.epochs.placement == before and not tight.epochs.outcomes[-1].is_done
 
 
 def test_a_node_lost_on_the_way_ends_the_journey_and_what_is_left_is_mended(tight) -> None:
-    tight.call("apply_plan", tight.epochs.plan(exchanged(TIGHT)), "edited")
+    tight.change(exchanged(TIGHT))
     first_round(tight)
     process(tight, "n2").is_over = True
     tight.pass_time(9.0)
@@ -138,5 +138,5 @@ def test_room_enough_needs_one_round_and_no_way_is_refused_with_bytes() -> None:
     for name in full.node_names:
         stuck.apply(Joined(name, name.encode(), "one", 1), 0.0)
     with pytest.raises(TopologyError, match="cannot be exchanged.*bytes"):
-        stuck.apply_plan(stuck.plan(exchanged(full)), "edited", 0.0)
+        stuck.work_out(stuck.ask(exchanged(full)))
     assert stuck.change is None and stuck.plans.keys() == {1}

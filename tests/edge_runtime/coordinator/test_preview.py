@@ -27,7 +27,7 @@ def two_that_are_there() -> Epochs:
 
 def test_a_preview_promises_what_applying_allocates():
     epochs = two_that_are_there()
-    plan = epochs.plan(THREE)
+    plan = epochs.work_out(epochs.ask(THREE)).plan
     planned = preview_of(TWO, epochs.placement, TWO.node_names, plan, footprint())
     body = json.loads(json.dumps(planned.body))
     [n3] = [node for node in body["nodes"] if node["name"] == "n3"]
@@ -36,10 +36,16 @@ def test_a_preview_promises_what_applying_allocates():
     assert n3["load_bytes"] == share.expert_bytes + share.trunk_bytes
     assert body["load_bytes"] == sum(node["load_bytes"] for node in body["nodes"]) and body["rounds"] >= 1
     assert "n3 added" in planned.text and "to load" in planned.text
+    holds = body["holds"]["n3"]
+    assert holds["weight_bytes"] == n3["load_bytes"] and holds["kv_bytes"] == share.kv_bytes > 0
+    assert sum(size for part, size in holds.items() if part.endswith("_bytes")) == share.planned_bytes
+    assert "n3 will hold weights" in planned.text and "KV" in planned.text
     assert epochs.change is None and epochs.plans.keys() == {1}, "it was only asked"
 
 
 def test_a_file_that_changes_nothing_says_so():
     epochs = two_that_are_there()
-    planned = preview_of(TWO, epochs.placement, TWO.node_names, epochs.plan(TWO), footprint())
+    planned = preview_of(
+        TWO, epochs.placement, TWO.node_names, epochs.work_out(epochs.ask(TWO)).plan, footprint()
+    )
     assert planned.text == "nothing changes" and not planned.body["changes_anything"]

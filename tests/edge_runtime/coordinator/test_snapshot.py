@@ -23,9 +23,9 @@ def applied() -> World:
     for name in NAMES:
         world.start(name)
     world.settle(1.0)
-    epoch, _ = world.call("apply_plan", world.epochs.plan(WANTED[6]), "edited")
+    epoch = world.change(WANTED[6])
     world.call("give_up", epoch, "never mind")
-    world.call("apply_plan", world.epochs.plan(WANTED[6]), "edited")
+    world.change(WANTED[6])
     world.settle(5.0)
     return world
 

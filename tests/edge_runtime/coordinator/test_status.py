@@ -116,5 +116,30 @@ def test_what_nodes_measured_is_shown_beside_what_the_file_says(watched):
     assert speed["declared"] == {"memory_bytes_per_s": None, "flops": None}
     assert body["nodes"][1]["speed"]["measured"] is None
     [link] = body["links"]
-    assert link["between"] == ["n1", "n2"] and link["measured"] == {"rtt_s": 0.004, "bandwidth_bps": 3e8}
+    assert link["between"] == ["n1", "n2"] and link["measured"]["rtt_s"] == 0.004
+    assert link["measured"]["bandwidth_bps"] == 3e8
     assert link["declared"] == {"rtt_s": 0.001, "bandwidth_bps": 1e9}
+
+
+def test_a_cluster_answers_as_long_as_some_group_has_all_that_it_needs(watched):
+    assert watched.body()["state"] == "waiting"
+    for name in ("n1", "n2"):
+        watched.give(states.Joined(name, name.encode(), "one", 1), states.ShareLoaded(name, 1, 5))
+    assert watched.body()["state"] == "ready" and not watched.body()["to_start"]
+    watched.give(states.Left("n2", "stopped"))
+    body = watched.body()
+    assert body["state"] == "degraded", "n1 holds everything"
+    assert "run `edge-runtime node n2`" in body["to_start"]
+    assert "answers, but waits for n2 left (stopped)" in status_table(body)
+    watched.give(states.Left("n1", "stopped"))
+    body = watched.body()
+    assert body["state"] == "waiting" and "n1, n2 do not come back" in body["to_start"]
+
+
+def test_a_group_that_lacks_experts_does_not_count_as_answering(watched):
+    watched.cluster = cluster("n1", "n2", memory_ratio=1.0)
+    watched.placement = plan_placement(watched.cluster, footprint())
+    for name in ("n1", "n2"):
+        watched.give(states.Joined(name, name.encode(), "one", 1), states.ShareLoaded(name, 1, 5))
+    watched.give(states.Unreachable("n2"))
+    assert watched.body()["state"] == "waiting" and watched.body()["experts_without_host"]

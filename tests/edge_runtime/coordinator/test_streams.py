@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from edge_runtime.coordinator.streams import MERGED_CHARS, MERGED_TOKENS, Delivery, Streams
+from edge_runtime.coordinator.streams import MERGED_CHARS, MERGED_TOKENS, Delivery, Stream, Streams
 from edge_runtime.protocol import Failed, Finished, StillRunning, Submit, TokenLogprobs, Tokens, encode
 
 LETTERS = st.text("abc\u00e9\U0001f600", max_size=3)
@@ -44,7 +44,7 @@ class Windows(RuleBasedStateMachine):
         assert self.streams.in_flight(node) == before - 1 and self.streams.node_of(request_id) == ""
         [stream] = self.streams.homeless()
         assert stream.token_ids == [token for part in self.sent[request_id] for token in part.token_ids]
-        self.streams.move(request_id, to)
+        self.streams.move(request_id, to, 2.0)
         self.opened[request_id] = (client, to, credit)
 
     def take(self, request_id: str, deliveries: list[Delivery]) -> None:
@@ -271,19 +271,45 @@ def test_logprobs_come_back_with_the_tokens_that_a_client_lacks() -> None:
     assert delivery.message == Tokens("r", 1, [2, 3], "bc", logprobs[1:])
 
 
-def test_losses_of_homes_are_counted_anew_once_a_token_came() -> None:
+def homeless_stream(streams: Streams) -> Stream:
+    [stream] = streams.homeless()
+    return stream
+
+
+def test_a_request_is_given_up_after_three_processes_that_ended_with_it_and_no_token() -> None:
     streams = Streams()
     streams.open(Submit("r", prompt="p"), b"c", "n1")
-    for moves in (1, 2):
-        streams.lose_home("r", "gone", 1.0)
-        [stream] = streams.homeless()
-        assert stream.moves == moves
-        streams.move("r", "n2")
-    streams.lose_home("r", "another placement", 1.0, is_planned=True)
-    assert stream.moves == 2, "what a change of placement wants is no loss"
-    streams.move("r", "n1")
+    for _ in range(
+        10
+    ):  # what a change of placement wants is no loss, and who is only cut off was not ended by it
+        streams.lose_home("r", "another placement", 1.0, "moving")
+        streams.move("r", "n1", 1.0)
+        streams.lose_home("r", "not heard from", 1.0, "away")
+        streams.move("r", "n1", 1.0)
+    for num_ended in range(1, 5):
+        streams.lose_home("r", "its connection ended", 1.0, "ended")
+        assert homeless_stream(streams).is_hopeless(1.0, 60.0) == (num_ended > 3)
+        streams.move("r", "n2", 1.0)
     streams.tokens(Tokens("r", 0, [5], "x"))
-    assert stream.moves == 0
+    streams.lose_home("r", "its connection ended", 1.0, "ended")
+    assert not homeless_stream(streams).is_hopeless(1.0, 60.0), "whoever brought a token was not ended by it"
+
+
+def test_waits_for_a_home_add_up_until_a_token_comes_and_homes_that_give_it_back_are_asked_less_often() -> (
+    None
+):
+    streams = Streams()
+    streams.open(Submit("r", prompt="p"), b"c", "n1")
+    streams.lose_home("r", "not heard from", 10.0, "away")
+    streams.move("r", "n2", 40.0)
+    streams.lose_home("r", "not heard from", 100.0, "away")
+    assert not homeless_stream(streams).is_hopeless(130.0, 60.0)
+    assert homeless_stream(streams).is_hopeless(130.5, 60.0)
+    assert homeless_stream(streams).may_try(100.0)
+    for _ in range(3):
+        streams.move("r", "n2", 101.0)
+        streams.lose_home("r", "no engine", 101.0, "away")
+    assert not homeless_stream(streams).may_try(101.1) and homeless_stream(streams).may_try(101.6)
 
 
 def test_what_a_home_says_of_a_ledger_is_for_the_next_home_and_not_for_the_client():

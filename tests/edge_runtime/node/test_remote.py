@@ -372,6 +372,35 @@ class TestWhoIsWaitedFor:
         clock.advance(remote.REPLACING_S)
         assert not placed.may_be_replaced()
 
+    def test_while_the_coordinator_is_away_nobody_can_say_so_and_the_wait_goes_on(self, lost):
+        placed, clock = lost
+        placed.coordinator_is(here=False)
+        clock.advance(remote.UNKNOWN_S + 1)
+        assert placed.may_be_replaced()
+        placed.coordinator_is(here=True)
+        clock.advance(remote.UNKNOWN_S - 1)
+        assert placed.may_be_replaced(), "it has only just come back"
+        placed.peers_changed(["home"], True)
+        clock.advance(remote.REPLACING_S - remote.UNKNOWN_S)
+        assert placed.may_be_replaced()
+        clock.advance(remote.UNKNOWN_S)
+        assert not placed.may_be_replaced()
+
+    def test_what_the_coordinator_before_said_does_not_count_for_the_next(self, lost):
+        placed, clock = lost
+        placed.peers_changed(["home"], False)
+        placed.coordinator_is(here=False)
+        assert placed.may_be_replaced()
+        clock.advance(1.0)
+        placed.coordinator_is(here=True)
+        assert placed.may_be_replaced()
+
+    def test_a_coordinator_that_stays_away_is_not_waited_for_without_end(self, lost):
+        placed, clock = lost
+        placed.coordinator_is(here=False)
+        clock.advance(remote.REPLACING_S)
+        assert not placed.may_be_replaced()
+
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_slices_elsewhere_give_the_bits_of_slices_here_and_whole_experts_left_out_call_nobody(whole, hosts):

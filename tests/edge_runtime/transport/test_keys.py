@@ -1,6 +1,4 @@
-import contextlib
 import shutil
-import socket
 import stat
 import threading
 
@@ -11,6 +9,7 @@ from edge_runtime.errors import ConfigError, DeadlinePassed
 from edge_runtime.protocol import Hello, Stop, Welcome
 from edge_runtime.transport.endpoint import Channel, Server
 from edge_runtime.transport.keys import is_loopback, load_keys, new_keys, require_keys_for
+from tests.support.handshakes import Recorder, is_no_answer, replayed
 
 SOON_S = 5.0
 
@@ -150,41 +149,6 @@ def test_a_peer_with_keys_at_a_server_without_gets_nothing(folder):
         reaches_nothing(Channel(server.address, name="n1", keys=load_keys(folder, "n2")), server)
 
 
-class Recorder:
-    """Passes one connection through to a server and keeps what the client sent."""
-
-    def __init__(self, address: str) -> None:
-        self.sent = b""
-        self._accepted = threading.Event()
-        host, _, port = address.rpartition(":")
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        self._onward = socket.create_connection((host, int(port)))
-        self._threads = [threading.Thread(target=self._pass_on), threading.Thread(target=self._pass_back)]
-        for thread in self._threads:
-            thread.start()
-
-    def _pass_on(self) -> None:
-        self._client, _ = self._listening.accept()
-        self._accepted.set()
-        while data := self._client.recv(65536):
-            self.sent += data
-            self._onward.sendall(data)
-        self._onward.shutdown(socket.SHUT_RDWR)
-
-    def _pass_back(self) -> None:
-        self._accepted.wait(SOON_S)
-        while data := self._onward.recv(65536):
-            self._client.sendall(data)
-
-    def close(self) -> None:
-        for thread in self._threads:
-            thread.join(SOON_S)
-            assert not thread.is_alive()
-        for sock in (self._listening, self._onward, self._client):
-            sock.close()
-
-
 def test_a_handshake_that_is_replayed_gets_nothing_and_nobody_hears_its_message(folder, server):
     """Every byte that a good client sent, once more: the server's answers are other ones by then."""
     recorder = Recorder(server.address)
@@ -194,16 +158,7 @@ def test_a_handshake_that_is_replayed_gets_nothing_and_nobody_hears_its_message(
         assert server.receive(SOON_S)[1].message == Stop("once")
     recorder.close()
     assert len(recorder.sent) > 500
-    host, _, port = server.address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=SOON_S) as replay:
-        replay.sendall(recorder.sent)
-        answered = b""
-        with contextlib.suppress(ConnectionError):
-            while data := replay.recv(65536):  # until it is hung up on
-                answered += data
-    assert (
-        b"ERROR" in answered or len(answered) <= 64 + 170
-    )  # a greeting and at most a welcome, which anybody gets
+    assert is_no_answer(replayed(server.address, recorder.sent))
     assert server.receive(0.2) is None
     with Channel(server.address, name="n1", keys=load_keys(folder, "n2")) as channel:
         assert channel.wait_until_up(SOON_S)
