@@ -41,6 +41,7 @@ def examine(topology: Path | None, clock: Clock) -> Iterator[Finding]:
         "memory", True, f"{memory.available / 2**20:.0f} MiB available of {memory.total / 2**20:.0f} MiB"
     )
     yield _kernels()
+    yield from _gpu()
     try:
         path = resolve_topology_path(topology)
     except ConfigError as error:
@@ -75,7 +76,29 @@ def _kernels() -> Finding:
         if found["native_error"]
         else ""
     )
-    return Finding("kernels", True, f"{path}, self-test off by {error:.1e}{why}")
+    found_gpus = "; ".join(found["gpus"]) or f"none that torch {torch.__version__} can use"
+    return Finding("kernels", True, f"{path}, self-test off by {error:.1e}{why}; GPU: {found_gpus}")
+
+
+def _gpu() -> Iterator[Finding]:
+    """Whether the first GPU computes; nothing where there is none."""
+    import torch
+
+    from kernels import backends
+
+    if not backends.gpus():
+        return
+    try:
+        from kernels import gpu
+
+        generator = torch.Generator().manual_seed(0)
+        x, weight = (torch.randn(n, 64, generator=generator).cuda() for n in (3, 32))
+        error = (gpu.linear(x, gpu.pack_linear(weight)) - x @ weight.T).abs().max().item()
+    except Exception as fault:  # noqa: BLE001 - drivers and compilers fail in ways of their own
+        first_line = str(fault).partition("\n")[0]
+        yield Finding("gpu", False, f'its self-test failed ({first_line}); nodes here need device = "cpu"')
+        return
+    yield Finding("gpu", error < 1e-3, f"self-test off by {error:.1e}")
 
 
 def _model(cluster: Cluster) -> Finding:

@@ -160,7 +160,8 @@ def _hold(local: LocalCluster, cluster: Cluster, say: Say) -> None:
     for node in cluster.nodes:
         if node.name in local.processes:
             pid = local.processes[node.name].pid
-            say(limits.hold(pid, group, node.name, node.memory_bytes, node.cpu_share))
+            memory = node.memory_bytes if node.device == "cpu" else None  # a GPU's is no group's to hold
+            say(limits.hold(pid, group, node.name, memory, node.cpu_share))
 
 
 def await_end(

@@ -1,7 +1,9 @@
-"""Which implementation of the kernels serves: compiled, plain torch, or the reference. Chosen once, when first asked.
+"""Which implementation of the kernels serves, and where: compiled, plain torch or the reference on the host, Triton on a GPU.
 
-EDGE_KERNELS=native|torch|reference forces one, EDGE_CPU_ISA=amx|avx512vnni|avx512|avx2|portable forces the compiled
-kernels' instruction set, EDGE_THREADS sets the number of threads (1 unless set). All compiled instruction sets and all numbers of
+Chosen once: by `use_device` where a GPU is asked for, else when first asked. EDGE_KERNELS=native|torch|reference|triton
+forces one; triton on the host needs TRITON_INTERPRET=1 and is for tests: the very code that a GPU would run, slowly.
+EDGE_CPU_ISA=amx|avx512vnni|avx512|avx2|portable forces the compiled kernels' instruction set, EDGE_THREADS sets the number
+of threads (1 unless set). All compiled instruction sets and all numbers of
 threads give the same bits.
 """
 
@@ -14,6 +16,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from kernels.interface import OtherInterface
 
 log = logging.getLogger(__name__)
@@ -22,9 +26,12 @@ MODULES = {
     "native": "kernels.cpu.compiled",
     "torch": "kernels.cpu.fallback",
     "reference": "kernels.reference",
+    "triton": "kernels.gpu.backend",
 }
+HOST = torch.device("cpu")
 
 _active: ModuleType | None = None
+_device = HOST
 
 
 def load(name: str) -> ModuleType:
@@ -37,6 +44,11 @@ def load(name: str) -> ModuleType:
 def choose(environment: Mapping[str, str]) -> ModuleType:
     """The backend these variables ask for, set up as they say: native if it was built and nothing forbids it, else torch."""
     wanted = environment.get("EDGE_KERNELS", "")
+    if wanted == "triton" and environment.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "EDGE_KERNELS: found triton, whose kernels run on a GPU; name one by `device` in the topology file, or set "
+            "TRITON_INTERPRET=1 to have them interpreted on the processor"
+        )
     try:
         backend = load(wanted or "native")
     except ImportError as error:
@@ -83,18 +95,94 @@ def _checked_threads(threads: int) -> int:
     return threads
 
 
-def use(name: str) -> ModuleType:
-    """Let this backend serve from now on. Weights packed before keep the backend that packed them."""
-    global _active
-    _active = load(name)
+def use(name: str, device: torch.device = HOST) -> ModuleType:
+    """Let this backend serve from now on, on that device. Weights packed before keep the backend that packed them."""
+    global _active, _device
+    _active, _device = load(name), device
     return _active
+
+
+def device() -> torch.device:
+    """Where weights, pages and rows of the backend that serves live."""
+    return _device
+
+
+def is_on_host() -> bool:
+    """Whether that is the host's memory."""
+    return _device is HOST
+
+
+def keys_end_in_tokens() -> bool:
+    """Whether pages of keys are [num_blocks, G, P, 16], as processors want them, and not [num_blocks, G, 16, P]."""
+    return getattr(active(), "KEYS_END_IN_TOKENS", True)
+
+
+def page_dtype(format: str) -> torch.dtype:
+    """How keys and values are kept beside an attention whose matrices are of this format."""
+    chosen = getattr(active(), "page_dtype", None)
+    return torch.float32 if chosen is None else chosen(format)
+
+
+def numerics() -> str:
+    """A word for the bits that come out: equal words, equal bits."""
+    return getattr(active(), "numerics", lambda: active().NAME)()
+
+
+def resident_bytes() -> int | None:
+    """What this process has of the device's memory for tensors; None on the host."""
+    return None if is_on_host() else torch.cuda.memory_reserved(_device)
+
+
+def free_bytes() -> int | None:
+    """What of the device's memory nobody has; None on the host."""
+    return None if is_on_host() else torch.cuda.mem_get_info(_device)[0]
+
+
+def for_host() -> ModuleType:
+    """A backend for tensors in the host's memory, whatever serves."""
+    try:
+        return load("native")
+    except ImportError:
+        return load("torch")
+
+
+def gpus() -> list[str]:
+    """What torch can compute on beside the processor, as doctor says it; none if it was built without."""
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(f"cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    return found
+
+
+def use_device(name: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Compute where a topology file says: `cpu`, `cuda` or `cuda:N`. ValueError, one sentence, where that cannot be."""
+    kind, _, number = name.partition(":")
+    if kind == "cpu":
+        return
+    if (forced := environment.get("EDGE_KERNELS", "triton")) != "triton":
+        raise ValueError(
+            f"device: found {name!r}, which needs the triton kernels, but EDGE_KERNELS is {forced!r}"
+        )
+    there, index = gpus(), int(number or 0)
+    if index >= len(there):
+        what = "; ".join(there) if there else f"no GPU (torch {torch.__version__})"
+        raise ValueError(
+            f"device: found {name!r}, but torch sees {what} on this machine; use one that is there"
+        )
+    try:
+        use("triton", torch.device("cuda", index))
+    except ImportError as error:
+        raise ValueError(
+            f"device: found {name!r}, but triton cannot be imported: {error}; install it"
+        ) from None
 
 
 def describe() -> dict[str, Any]:
     """What serves and why, for `edge-runtime doctor`.
 
     backend, threads, isa (None unless native), runnable_isas, machine, compiler (path or None), native_error (None if native
-    can be had).
+    can be had), device, gpus.
     """
     try:
         load("native")
@@ -112,4 +200,6 @@ def describe() -> dict[str, Any]:
         "machine": platform.machine(),
         "compiler": next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None),
         "native_error": native_error,
+        "device": str(_device),
+        "gpus": gpus(),
     }

@@ -1,6 +1,7 @@
 """The face of the kernels: checks arguments, makes missing outputs, calls the backend. Knows no model and no layout.
 
-All tensors are CPU tensors, float32 unless said, indices int32. An `out` may be the first rows of a larger buffer.
+All tensors live where the backend that serves does, float32 unless said, indices int32; only `dispatch` also takes those of
+the host. An `out` may be the first rows of a larger buffer.
 A wrong shape or dtype is a ValueError that names argument, found and expected. What each operation means, with shapes,
 stands once: in `kernels/reference/`.
 """
@@ -60,9 +61,9 @@ AS_STORED = "as_stored"
 
 
 def _wrong(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int | str]) -> ValueError:
-    """The error for a tensor that is not dense [shape] of dtype on the CPU; words stand for sizes that are free."""
+    """The error for a tensor that is not dense [shape] of dtype where the backend is; words stand for sizes that are free."""
     found = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {list(tensor.stride())}"
-    wanted = f"[{', '.join(str(size) for size in shape)}] {dtype} on cpu, dense within a row"
+    wanted = f"[{', '.join(str(size) for size in shape)}] {dtype} on {backends.device()}, dense within a row"
     return ValueError(f"{name}: found {found}, expected {wanted}".replace("torch.", ""))
 
 
@@ -74,7 +75,7 @@ def _rows(name: str, tensor: Tensor, columns: int, T: int = -1) -> None:
         or shape[1] != columns
         or (shape[0] != T and T >= 0)
         or tensor.dtype is not F32
-        or not tensor.is_cpu
+        or tensor.is_cpu is not backends.is_on_host()
         or (columns > 1 and tensor.stride(1) != 1)
     ):
         raise _wrong(name, tensor, F32, ("rows" if T < 0 else T, columns))
@@ -82,8 +83,12 @@ def _rows(name: str, tensor: Tensor, columns: int, T: int = -1) -> None:
 
 def _dense(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
     """Check a contiguous tensor of this shape."""
-    if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_cpu or not tensor.is_contiguous():
+    if tensor.shape != shape or tensor.dtype is not dtype or not _is_whole(tensor):
         raise _wrong(name, tensor, dtype, shape)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.is_cpu is backends.is_on_host() and tensor.is_contiguous()
 
 
 def _heads(name: str, tensor: Tensor, T: int, heads: int, P: int) -> None:
@@ -91,7 +96,7 @@ def _heads(name: str, tensor: Tensor, T: int, heads: int, P: int) -> None:
     if (
         tensor.shape != (T, heads, P)
         or tensor.dtype is not F32
-        or not tensor.is_cpu
+        or tensor.is_cpu is not backends.is_on_host()
         or (P > 1 and tensor.stride(2) != 1)
     ):
         raise _wrong(name, tensor, F32, (T, heads, P))
@@ -256,7 +261,7 @@ def _check_linear(x: Tensor, w: LinearWeight, bias: Tensor | None, out: Tensor |
     if out is None:
         if add:
             raise ValueError("out: found None, expected the residual to add to")
-        return torch.empty(x.shape[0], w.num_outputs)
+        return torch.empty(x.shape[0], w.num_outputs, device=x.device)
     _rows("out", out, w.num_outputs, x.shape[0])
     return out
 
@@ -278,7 +283,7 @@ def _check_linear_heads(x: Tensor, w: HeadsWeight, out: Tensor | None) -> Tensor
     T = x.shape[0]
     _heads("x", x, T, w.num_heads, w.num_inputs)
     if out is None:
-        return torch.empty(T, w.num_heads, w.num_outputs)
+        return torch.empty(T, w.num_heads, w.num_outputs, device=x.device)
     _heads("out", out, T, w.num_heads, w.num_outputs)
     return out
 
@@ -300,7 +305,7 @@ def _check_embed(token_ids: Tensor, w: LinearWeight, out: Tensor | None) -> Tens
     T = token_ids.shape[0]
     _dense("token_ids", token_ids, I32, (T,))
     if out is None:
-        return torch.empty(T, w.num_inputs)
+        return torch.empty(T, w.num_inputs, device=token_ids.device)
     _rows("out", out, w.num_inputs, T)
     return out
 
@@ -325,7 +330,7 @@ def _check_rms_norm(x: Tensor, weight: Tensor | None, out: Tensor | None) -> Ten
     _rows("x", x, D)
     _vector("weight", weight, D)
     if out is None:
-        return torch.empty(x.shape[0], D)
+        return torch.empty(x.shape[0], D, device=x.device)
     _rows("out", out, D, x.shape[0])
     return out
 
@@ -387,12 +392,17 @@ def _check_pages(k_pages: Tensor, v_pages: Tensor) -> tuple[int, int, int]:
     """Check the pages of one layer; their G, P and Pv."""
     if k_pages.dim() != 4:
         raise _wrong("k_pages", k_pages, F32, ("num_blocks", "G", "P", KV_BLOCK_TOKENS))
-    num_blocks, G, P, _ = k_pages.shape
-    _dense("k_pages", k_pages, F32, (num_blocks, G, P, KV_BLOCK_TOKENS))
+    num_blocks, G = k_pages.shape[:2]
+    last = backends.keys_end_in_tokens()
+    P = k_pages.shape[2 if last else 3]
+    dtype = F32 if backends.is_on_host() else k_pages.dtype
+    _dense(
+        "k_pages", k_pages, dtype, (num_blocks, G, *((P, KV_BLOCK_TOKENS) if last else (KV_BLOCK_TOKENS, P)))
+    )
     if v_pages.dim() != 4:
-        raise _wrong("v_pages", v_pages, F32, (num_blocks, G, KV_BLOCK_TOKENS, "Pv"))
+        raise _wrong("v_pages", v_pages, dtype, (num_blocks, G, KV_BLOCK_TOKENS, "Pv"))
     Pv = v_pages.shape[3]
-    _dense("v_pages", v_pages, F32, (num_blocks, G, KV_BLOCK_TOKENS, Pv))
+    _dense("v_pages", v_pages, dtype, (num_blocks, G, KV_BLOCK_TOKENS, Pv))
     return G, P, Pv
 
 
@@ -418,7 +428,7 @@ def _check_kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot
 
 def kv_copy(pages: Tensor, source: Tensor, destination: Tensor) -> None:
     """Copy blocks source [n] to destination [n] of pages [num_blocks, ...]; no block is in both lists."""
-    if not pages.is_cpu or not pages.is_contiguous() or pages.dim() < 2:
+    if not _is_whole(pages) or pages.dim() < 2:
         raise _wrong("pages", pages, pages.dtype, ("num_blocks", "..."))
     if source.dim() != 1:
         raise _wrong("source", source, I32, ("n",))
@@ -487,7 +497,7 @@ def _check_paged_attention(
         raise ValueError(f"soft_cap: found {soft_cap}, expected more than 0, or None")
     _vector("sinks", sinks, H)
     if out is None:
-        return torch.empty(T, H, Pv)
+        return torch.empty(T, H, Pv, device=q.device)
     _heads("out", out, T, H, Pv)
     return out
 
@@ -603,7 +613,7 @@ def _check_gate_topk(
         _dense("counting.slots", counting.slots, I32, (T,))
         _dense("counting.counted", counting.counted, I32, (T,))
     if out is None:
-        return torch.empty(T, k, dtype=I32), torch.empty(T, k)
+        return torch.empty(T, k, dtype=I32, device=logits.device), torch.empty(T, k, device=logits.device)
     _dense("out[0]", out[0], I32, (T, k))
     _dense("out[1]", out[1], F32, (T, k))
     return out
@@ -622,12 +632,14 @@ def dispatch(expert_ids: Tensor, host_of_expert: Tensor, num_hosts: int) -> Disp
 
 
 def _check_dispatch(expert_ids: Tensor, host_of_expert: Tensor) -> None:
-    if expert_ids.dim() != 2:
-        raise _wrong("expert_ids", expert_ids, I32, ("T", "K"))
-    _dense("expert_ids", expert_ids, I32, expert_ids.shape)
-    if host_of_expert.dim() != 1:
+    for name, tensor, shape in (
+        ("expert_ids", expert_ids, ("T", "K")),
+        ("host_of_expert", host_of_expert, ("E",)),
+    ):
+        if tensor.dim() != len(shape) or tensor.dtype is not I32 or not tensor.is_contiguous():
+            raise _wrong(name, tensor, I32, shape)
+    if expert_ids.device != host_of_expert.device:
         raise _wrong("host_of_expert", host_of_expert, I32, ("E",))
-    _dense("host_of_expert", host_of_expert, I32, host_of_expert.shape)
 
 
 def grouped_ffn(
@@ -664,7 +676,7 @@ def _check_grouped_ffn(
     _dense("rows", rows, I32, (R,))
     _dense("expert_ids", expert_ids, I32, (R,))
     if out is None:
-        return torch.empty(R, D)
+        return torch.empty(R, D, device=x.device)
     _rows("out", out, D, R)
     return out
 

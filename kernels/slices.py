@@ -1,17 +1,17 @@
 """Experts by slices: the face of what runs parts of experts and of what chooses them. Checks, then the backend.
 
 A slice is one of `num_parts` equal runs of an expert's neurons; a routed pair carries a mask of those that it wants. What
-each operation means stands in kernels.reference.sliced_ffn and kernels.reference.choose_slices. CPU tensors, float32 and
-int32, as in kernels.ops.
+each operation means stands in kernels.reference.sliced_ffn and kernels.reference.choose_slices. Tensors live where those
+of kernels.ops do, float32 and int32.
 """
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kernels import backends, ops
+from kernels.reference.combine import slot_rows
 from kernels.weights import ExpertBank
 
 MOST_PARTS = 8
@@ -32,7 +32,7 @@ def sliced_ffn(
     R = len(rows)
     _check("masks", masks, torch.int32, (R,))
     _check_rows(x, rows, expert_ids, bank)
-    out = torch.empty(R, bank.D) if out is None else out
+    out = torch.empty(R, bank.D, device=x.device) if out is None else out
     if R == 0:
         return out
     handle = _handle(bank, expert_ids)
@@ -60,17 +60,10 @@ def sliced_experts(
         if finite is not None:
             return bool(finite)
     T, K = expert_ids.shape
-    rows, slots = slot_rows(T, K)
+    rows, slots = slot_rows(T, K, x.device)
     sliced_ffn(x, rows, expert_ids.view(-1), masks.view(-1), num_parts, bank, out=expert_out)
     ops.combine(expert_out, slots, gate_weights, hidden)
     return math.isfinite(float(hidden.sum()))
-
-
-@lru_cache(maxsize=256)
-def slot_rows(T: int, K: int) -> tuple[Tensor, Tensor]:
-    """The row of each routed slot [T*K] int32, and the slots themselves [T, K] int32. Not to be changed."""
-    rows = torch.arange(T, dtype=torch.int32).repeat_interleave(K)
-    return rows, torch.arange(T * K, dtype=torch.int32).view(T, K)
 
 
 def expert_inner(
@@ -78,7 +71,7 @@ def expert_inner(
 ) -> Tensor:
     """What the neurons of each routed row's expert give, before the last matrix: [R, F]."""
     _check_rows(x, rows, expert_ids, bank)
-    out = torch.empty(len(rows), bank.F) if out is None else out
+    out = torch.empty(len(rows), bank.F, device=x.device) if out is None else out
     if len(rows):
         handle = _handle(bank, expert_ids)
         _did(bank.backend.expert_inner(x, rows, expert_ids, handle, out), "expert_inner")
@@ -108,7 +101,9 @@ def choose_slices(
     _check("slopes", slopes, torch.float32, (E, N))
     _check("offsets", offsets, torch.float32, (E, N))
     _check("tiers", tiers, torch.int32, (T,))
-    masks, dropped = (torch.empty(T, k0, dtype=torch.int32), torch.empty(T)) if out is None else out
+    if out is None:
+        out = torch.empty(T, k0, dtype=torch.int32, device=tiers.device), torch.empty(T, device=tiers.device)
+    masks, dropped = out
     if T:
         done = backends.active().choose_slices(
             activations, expert_ids, gate_weights, slopes, offsets, tiers, masks, dropped
@@ -130,23 +125,29 @@ def choose_by_neurons(
 ) -> tuple[Tensor, Tensor]:
     """`choose_slices` by what the gate neurons [E] of N * r give for rows x [T, D]: `expert_inner` and it as one."""
     T, k0 = expert_ids.shape
-    masks, dropped = (torch.empty(T, k0, dtype=torch.int32), torch.empty(T)) if out is None else out
+    if out is None:
+        out = torch.empty(T, k0, dtype=torch.int32, device=x.device), torch.empty(T, device=x.device)
+    masks, dropped = out
     backend = neurons.backend
     if T and backend is not None and hasattr(backend, "choose_by_neurons"):
         rest = slopes, offsets, tiers, masks, dropped
         if backend.choose_by_neurons(x, expert_ids, gate_weights, neurons.handle, *rest):
             return masks, dropped
-    rows, _ = slot_rows(T, k0)
+    rows, _ = slot_rows(T, k0, x.device)
     activations = expert_inner(x, rows, expert_ids.reshape(-1), neurons)
     return choose_slices(activations, expert_ids, gate_weights, slopes, offsets, tiers, out=(masks, dropped))
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_cpu or not tensor.is_contiguous():
+    if (
+        tensor.shape != shape
+        or tensor.dtype is not dtype
+        or tensor.is_cpu is not backends.is_on_host()
+        or not tensor.is_contiguous()
+    ):
         found = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        raise ValueError(
-            f"{name}: found {found}, expected dense {list(shape)} {dtype} on cpu".replace("torch.", "")
-        )
+        wanted = f"dense {list(shape)} {dtype} on {backends.device()}"
+        raise ValueError(f"{name}: found {found}, expected {wanted}".replace("torch.", ""))
 
 
 def _check_rows(x: Tensor, rows: Tensor, expert_ids: Tensor, bank: ExpertBank) -> None:

@@ -64,7 +64,8 @@ class Measured:
 class RunningCluster:
     """A topology file's daemons, up for as long as the `with` block lasts."""
 
-    def __init__(self, topology: Path, clock: Clock) -> None:
+    def __init__(self, topology: Path, clock: Clock, ready_s: float = READY_S) -> None:
+        self._ready_s = ready_s
         self.cluster: Cluster = read_cluster(topology)
         self._topology = topology.absolute()
         self._clock = clock
@@ -77,7 +78,7 @@ class RunningCluster:
         self.pids = {name: process.pid for name, process in local.processes.items()}
         try:
             launch.wait_ready(
-                local, self.client, self._clock, READY_S, lambda line: print(line, file=sys.stderr)
+                local, self.client, self._clock, self._ready_s, lambda line: print(line, file=sys.stderr)
             )
         except BaseException:
             self.__exit__()

@@ -16,7 +16,8 @@ import torch
 
 from edge_runtime.clock import SystemClock
 from kernels import ops
-from kernels.slices import sliced_ffn, slot_rows
+from kernels.reference.combine import slot_rows
+from kernels.slices import sliced_ffn
 from kernels.weights import ExpertBank
 
 ITEM_BYTES = 2  # bfloat16

@@ -13,7 +13,8 @@ from topology.ids import ExpertId
 
 PREFILL, DECODE, EXPERTS = "prefill", "decode", "experts"
 ROLES = (PREFILL, DECODE, EXPERTS)
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
+"""What a node may compute on. Of several GPUs `cuda:1` is the second; torch calls those of AMD so too."""
 WEIGHT_FORMATS = ("as_stored", "bfloat16", "bfloat16x2", "float16", "float32", "int8", "int4", "mxfp4")
 PLANS = ("home", "solo", "stages", "auto")
 """How requests may live: every decode node a home of all layers with remote experts; one that holds everything; layers
@@ -34,6 +35,9 @@ GATES = ("proxy", "linear")
 """What chooses sub-experts: a few neurons of each, or a gate with a row for each, tuned by calibration."""
 
 MIB = 2**20
+GPU_RESERVE_BYTES = 600 * MIB
+"""What CUDA and the compiled kernels take of a GPU's memory beside all that a node puts there. Rounded up from what drivers
+are known to take; not measured here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +49,11 @@ class Node:
     address: str
     """`host:port` where it listens and where its peers find it."""
     memory_bytes: int
-    """Everything its process may have resident: interpreter, weights, KV, workspace."""
+    """Everything its process may have resident where it computes: libraries, weights, KV, workspace."""
     roles: frozenset[str] = frozenset(ROLES)
     """What it may do, of `ROLES`."""
     device: str = "cpu"
-    """Where it computes, of `DEVICES`."""
+    """Where it computes: one of `DEVICES`, or `cuda:N`."""
     weight_format: str = "as_stored"
     """How it keeps its routed experts, of `WEIGHT_FORMATS`."""
     trunk_format: str = "as_stored"
@@ -187,7 +191,7 @@ class Cluster:
     keys: str | None = None
     """Folder of CURVE keys; None only where every address is loopback."""
     process_reserve_bytes: int = 350 * MIB
-    """Kept free on every node for the interpreter and its libraries."""
+    """Kept free on every node for the interpreter and its libraries; on a GPU GPU_RESERVE_BYTES more."""
     kv_tokens: int = 16384
     """Tokens of KV wanted on every node that holds the trunk; less is taken where experts need the room."""
     max_batch_rows: int = 256
@@ -215,6 +219,10 @@ class Cluster:
     @property
     def node_names(self) -> tuple[str, ...]:
         return tuple(node.name for node in self.nodes)
+
+    def process_bytes(self, node: Node) -> int:
+        """What of a node's memory is kept free of the model."""
+        return self.process_reserve_bytes + (0 if node.device == "cpu" else GPU_RESERVE_BYTES)
 
     def link(self, a: str, b: str) -> Link:
         """The link between two nodes, in either order: their own, or the default one."""

@@ -60,7 +60,7 @@ class Estimate:
             name: _sums(footprint.expert_bytes[node.weight_format]) for name, node in self.nodes.items()
         }
         self._fixed = {
-            (name, has_trunk): cluster.process_reserve_bytes
+            (name, has_trunk): cluster.process_bytes(node)
             + costs.workspace_bytes(cluster, _used_for(node, has_trunk), footprint)
             for name, node in self.nodes.items()
             for has_trunk in (False, True)

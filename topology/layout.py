@@ -199,7 +199,7 @@ class _Desk:
         for entry in self.nodes:
             first, last = entry.layers
             parts = {
-                "process": self.cluster.process_reserve_bytes,
+                "process": self.cluster.process_bytes(entry.node),
                 "trunk": costs.trunk_bytes(self.footprint, first, last, entry.node.trunk_format),
                 "KV of one context": self._least_blocks() * costs.kv_block_bytes(self.footprint, first, last),
                 "workspace": costs.workspace_bytes(self.cluster, entry.node, self.footprint),
@@ -308,7 +308,7 @@ class _Desk:
             kv_blocks=0,
             kv_bytes=0,
             workspace_bytes=costs.workspace_bytes(self.cluster, node, self.footprint),
-            process_bytes=self.cluster.process_reserve_bytes,
+            process_bytes=self.cluster.process_bytes(node),
             memory_bytes=node.memory_bytes,
             weight_format=node.weight_format,
             trunk_format=node.trunk_format,

@@ -9,6 +9,7 @@ from topology import readers, units
 from topology.cluster import (
     DECODE,
     EXPERTS,
+    GPU_RESERVE_BYTES,
     ROLES,
     Cluster,
     Link,
@@ -187,8 +188,10 @@ def _check_nodes(page: Page, cluster: Values, nodes: list[Values]) -> None:
                     'keys = "keys" there and run "edge-runtime keys new"',
                 )
 
-    reserve = cluster.get("process_reserve_bytes", Cluster.process_reserve_bytes)
+    shared = cluster.get("process_reserve_bytes", Cluster.process_reserve_bytes)
     for index, node in enumerate(nodes):
+        device = node.get("device", Node.device)
+        reserve = shared + (0 if device == "cpu" else GPU_RESERVE_BYTES)
         if node.get("memory_bytes", reserve + 1) <= reserve:
             page.fault(
                 ("node", index, "memory"),

@@ -97,7 +97,19 @@ def read_one_of(what: str, allowed: tuple[str, ...]) -> Callable[[object], str]:
     return read
 
 
-read_device = read_one_of("device", DEVICES)
+def read_device(value: object) -> str:
+    """One of `DEVICES`, a GPU with its number if there are several."""
+    word = read_text(value)
+    if re.fullmatch(r"cuda:(0|[1-9][0-9]?)", word):
+        return word
+    if word not in DEVICES:
+        raise ValueError(
+            f'device "{word}" is not supported{did_you_mean(word, DEVICES)}; use {", ".join(DEVICES)} or cuda:N, '
+            "the GPU of that number"
+        )
+    return word
+
+
 read_plan = read_one_of("plan", PLANS)
 read_routing = read_one_of("routing policy", ROUTING)
 read_placement = read_one_of("placement", PLACEMENTS)

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from edge_runtime.cache.block_pool import BLOCK_TOKENS
 from edge_runtime.model.spec import KVShape
+from kernels import backends
+from kernels.transfers import on_device, on_host
 
 
-def kv_bytes_per_block(shapes: Mapping[int, KVShape]) -> int:
-    """Bytes of one block over these layers: keys and values, float32; shared ones count where they are kept."""
+def kv_bytes_per_block(shapes: Mapping[int, KVShape], item_bytes: int = 4) -> int:
+    """Bytes of one block over these layers: keys and values; shared ones count where they are kept."""
     return sum(
-        shape.num_heads * (shape.key_width + shape.value_width) * BLOCK_TOKENS * 4
+        shape.num_heads * (shape.key_width + shape.value_width) * BLOCK_TOKENS * item_bytes
         for shape in shapes.values()
         if shape.shared_with is None
     )
@@ -26,6 +28,7 @@ class KVPages:
 
     k(layer)  [num_blocks, G, P, 16] float32            the 16 tokens of a block are the innermost axis (SIMD lanes)
     v(layer)  [num_blocks, G, 16, value width] float32
+    dtype     of a GPU's pages, whose keys are [num_blocks, G, 16, P]; what leaves and comes is float32 and laid out as above
 
     All `nbytes` are zeroed, and thereby touched, on construction: memory that is not there shows at load and
     never in the middle of an answer, and what a node reports as resident is what it will need. For 1024 blocks
@@ -36,21 +39,27 @@ class KVPages:
     0 * nan is nan.
     """
 
-    def __init__(self, num_blocks: int, shapes: Mapping[int, KVShape]) -> None:
+    def __init__(
+        self, num_blocks: int, shapes: Mapping[int, KVShape], dtype: torch.dtype = torch.float32
+    ) -> None:
         if num_blocks < 1 or not shapes:
             raise ValueError(f"no pages for {num_blocks} blocks of {len(shapes)} layers")
         self.num_blocks = num_blocks
-        self.nbytes = num_blocks * kv_bytes_per_block(shapes)
+        self.nbytes = num_blocks * kv_bytes_per_block(shapes, dtype.itemsize)
         """Bytes allocated, all of them resident."""
         own = {layer: shape for layer, shape in shapes.items() if shape.shared_with is None}
         # One piece, and empty + zero_ and not zeros, which may leave the pages to be mapped at first touch.
-        memory = torch.empty(self.nbytes // 4, dtype=torch.float32).zero_()
+        memory = torch.empty(self.nbytes // dtype.itemsize, dtype=dtype, device=backends.device()).zero_()
+        self._is_turned = not backends.keys_end_in_tokens()
         pages: dict[int, tuple[Tensor, Tensor]] = {}
         at = 0
         for layer, shape in own.items():
             parts = []
             for width, tail in (
-                (shape.key_width, (shape.key_width, BLOCK_TOKENS)),
+                (
+                    shape.key_width,
+                    (BLOCK_TOKENS, shape.key_width) if self._is_turned else (shape.key_width, BLOCK_TOKENS),
+                ),
                 (shape.value_width, (BLOCK_TOKENS, shape.value_width)),
             ):
                 count = num_blocks * shape.num_heads * width * BLOCK_TOKENS
@@ -67,6 +76,7 @@ class KVPages:
                 pages[layer] = pages[shape.shared_with]
         self._pages = pages
         self._own = [page for layer in own for page in pages[layer]]
+        self._floats_per_block = kv_bytes_per_block(shapes) // 4
 
     def k(self, layer: int) -> Tensor:
         """Keys of a layer, by its number in the model."""
@@ -79,20 +89,27 @@ class KVPages:
     @property
     def floats_per_block(self) -> int:
         """Numbers of one block over all layers."""
-        return self.nbytes // self.num_blocks // 4
+        return self._floats_per_block
 
     def read(self, blocks: Sequence[int]) -> Tensor:
         """[n, floats of a block] float32, a copy: of each layer that keeps any in order, keys, then values."""
         table = torch.tensor(blocks, dtype=torch.int64)
-        return torch.cat([page[table].flatten(1) for page in self._own], dim=1)
+        if not self._is_turned:
+            return torch.cat([page[table].flatten(1) for page in self._own], dim=1)
+        parts = [page[table] for page in self._own]
+        parts[::2] = [keys.transpose(2, 3) for keys in parts[::2]]
+        return on_host(torch.cat([part.flatten(1) for part in parts], dim=1).float())
 
     def write(self, blocks: Sequence[int], rows: Tensor) -> None:
         """Put what `read` gave, here or on another node, into these blocks."""
         table = torch.tensor(blocks, dtype=torch.int64)
-        at = 0
-        for page in self._own:
-            size = page[0].numel()
-            page[table] = rows[:, at : at + size].view(len(blocks), *page.shape[1:])
+        at, rows = 0, on_device(rows)
+        for index, page in enumerate(self._own):
+            size, shape = page[0].numel(), page.shape[1:]
+            part = rows[:, at : at + size]
+            if self._is_turned and index % 2 == 0:
+                part = part.unflatten(1, (shape[0], shape[2], shape[1])).transpose(2, 3)
+            page[table] = part.reshape(len(blocks), *shape).to(page.dtype)
             at += size
 
     def _of(self, layer: int) -> tuple[Tensor, Tensor]:

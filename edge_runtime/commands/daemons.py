@@ -25,6 +25,7 @@ from edge_runtime.commands.shared import (
     topology_option,
 )
 from edge_runtime.config import read_snapshot, resolve_topology_path, state_dir, write_snapshot
+from edge_runtime.errors import ConfigError
 from edge_runtime.log import setup_logging
 from topology.cluster import find_node
 from topology.files import HUB, read_cluster
@@ -137,7 +138,12 @@ def _run_node(name: str, path: Path, shape: bool) -> None:
     from edge_runtime.launch import recorded
     from edge_runtime.node.daemon import NodeDaemon
     from edge_runtime.weights.locate import located, model_for_node
+    from kernels import backends
 
+    try:
+        backends.use_device(mine.device)
+    except ValueError as error:
+        raise ConfigError(f"{path}: node {name}, {error}") from None
     clock = SystemClock()
     checkpoint, cache = model_for_node(cluster, mine, keys, clock)
     daemon = NodeDaemon(located(cluster, checkpoint), mine, checkpoint, keys, clock, cache)

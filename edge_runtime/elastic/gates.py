@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edge_runtime.elastic.sub_experts import LayerParts, SubExperts
+from edge_runtime.elastic.sub_experts import SubExperts
 from edge_runtime.elastic.tiers import FULL, Elasticity
 from edge_runtime.model.build import read_neurons
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.moe import Slices
 from kernels import slices
 from kernels.ops import ExpertBank
+from kernels.transfers import on_device, on_host
 from topology.ids import ExpertId
 
 
@@ -42,7 +43,8 @@ class SlicedRows(NamedTuple):
 
 class _LayerGate(NamedTuple):
     neurons: ExpertBank  # of N * r neurons each, slice after slice
-    parts: LayerParts
+    slopes: Tensor  # [E, N] float32
+    offsets: Tensor  # [E, N] float32
 
 
 class TierGates:
@@ -86,7 +88,7 @@ class TierGates:
 
     def lost(self, layer: int, dropped: Tensor) -> NDArray[np.float64]:
         """The loss that is expected of shares of gate weight that are left out."""
-        share = dropped.numpy().astype(np.float64)
+        share = on_host(dropped).numpy().astype(np.float64)
         return self._drop_loss.get(layer, 0.0) * (share * share if self._power == 2.0 else share)
 
     def wanted(self, layer: int, tiers: Tensor) -> Tensor | None:
@@ -99,7 +101,7 @@ class TierGates:
             self._asked, self._answer = tiers, wanted if bool((wanted < full).any()) else None
         if self._answer is None or self._splits is None:
             return self._answer
-        return self._splits[layer][self._answer.long()]
+        return on_device(self._splits[layer])[self._answer.long()]
 
 
 class ProxyGates(TierGates):
@@ -121,7 +123,7 @@ class ProxyGates(TierGates):
             for expert in range(E):
                 neurons = each.permutation[expert][first]
                 bank.set(expert, read_neurons(checkpoint, ExpertId(layer, expert), neurons))
-            self._layers[layer] = _LayerGate(bank, each)
+            self._layers[layer] = _LayerGate(bank, on_device(each.slopes), on_device(each.offsets))
 
     @property
     def nbytes(self) -> int:
@@ -144,9 +146,8 @@ class ProxyGates(TierGates):
             return None
 
         def chosen(at: Tensor | slice, K: Tensor) -> tuple[Tensor, Tensor]:
-            parts = found.parts
             return slices.choose_by_neurons(
-                x[at], expert_ids[at], gate_weights[at], found.neurons, parts.slopes, parts.offsets, K
+                x[at], expert_ids[at], gate_weights[at], found.neurons, found.slopes, found.offsets, K
             )
 
         masks, dropped = chosen(slice(None), wanted)
@@ -158,7 +159,7 @@ class ProxyGates(TierGates):
             wanted[at] = least_within(
                 wanted[at],
                 self.elasticity.full_tier,
-                lambda tried: torch.from_numpy(self.lost(layer, chosen(at, tried)[1]) <= most),
+                lambda tried: on_device(torch.from_numpy(self.lost(layer, chosen(at, tried)[1]) <= most)),
             )
             masks[at], dropped[at] = chosen(at, wanted[at])
             lost = self.lost(layer, dropped)

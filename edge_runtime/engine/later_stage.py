@@ -25,6 +25,7 @@ from edge_runtime.engine.stage_step import (
 from edge_runtime.errors import Refusal
 from edge_runtime.model.sampling import Sampler
 from edge_runtime.protocol import StageResult, StageStep
+from kernels.transfers import on_host
 
 Tensors = tuple[Any, ...]
 Done = tuple[StageStep | StageResult, Tensors]
@@ -124,7 +125,7 @@ class LaterStage:
                 seconds=seconds,
                 dropped=dropped,
             )
-            return message, (ran.hidden.numpy(), slices, blocks, tokens, served, counts)
+            return message, (on_host(ran.hidden).numpy(), slices, blocks, tokens, served, counts)
         logits = runner.head(ran.hidden, rows)
         sampled_at = self._clock.now()
         sampled = self._sampler.sample(logits, sampling) if logits is not None else None

@@ -24,6 +24,7 @@ from edge_runtime.engine.runner import HostedExperts, Runner, tiers_of
 from edge_runtime.engine.scheduler import Scheduler
 from edge_runtime.engine.stage_step import NO_COUNTS, own_logprobs, sent_step
 from edge_runtime.protocol import StageResult, StageStep
+from kernels.transfers import on_host
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class PipelineEngine(Engine):
             dropped=self._first.dropped.of_step() if tiers else [],
             counted=counted,
         )
-        tensors = (ran.hidden.numpy(), sent.slices, sent.blocks, sent.tokens, served, counts)
+        tensors = (on_host(ran.hidden).numpy(), sent.slices, sent.blocks, sent.tokens, served, counts)
         why = self.stages.send(message, tensors)
         if why:
             self.scheduler.abandon(plan)

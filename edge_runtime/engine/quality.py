@@ -19,6 +19,7 @@ from edge_runtime.engine.request import Request
 from edge_runtime.selector.account import StepAccount
 from edge_runtime.selector.budget import Ledgers, Prices
 from edge_runtime.selector.choose import DEFERRED, DROPPED, EXACT, STAND_IN, Choice, Slots
+from kernels.transfers import on_device, on_host
 
 Choose = Callable[[int, Slots, bool], Choice | None]
 MOST_USERS = 4096  # ledgers that are kept of users who have no request here; the oldest goes first
@@ -113,8 +114,8 @@ class QualityBooks:
         The tensors that are given are left as they are; where nothing changes they are what is returned. The third is
         [T, K] bool, the slots whose outputs are added one layer late; None if none is.
         """
-        weights = gate_weights.numpy()
-        slots = self._account.slots(expert_ids.numpy(), weights, gate_logits.numpy())
+        ids, weights, logits = (on_host(each).numpy() for each in (expert_ids, gate_weights, gate_logits))
+        slots = self._account.slots(ids, weights, logits)
         if self._reserved.any():  # what leaving out slices is going to cost goes first
             kept = self._reserved * self._layers_left / self._all_layers
             slots = slots._replace(allowance=np.maximum(0.0, slots.allowance - kept))
@@ -124,10 +125,11 @@ class QualityBooks:
             return expert_ids, gate_weights, None
         self._take(choice, weights)
         if (choice.kind == DROPPED).any():
-            gate_weights = gate_weights.masked_fill(torch.from_numpy(choice.kind == DROPPED), 0.0)
+            is_dropped = on_device(torch.from_numpy(choice.kind == DROPPED))
+            gate_weights = gate_weights.masked_fill(is_dropped, 0.0)
         is_late = choice.kind == DEFERRED
-        late = torch.from_numpy(is_late) if is_late.any() else None
-        return torch.from_numpy(choice.expert_ids), gate_weights, late
+        late = on_device(torch.from_numpy(is_late)) if is_late.any() else None
+        return on_device(torch.from_numpy(choice.expert_ids)), gate_weights, late
 
     def begin_layer(self, layers_left: int) -> None:
         """A routed layer begins; so many are left, this one included."""
@@ -174,7 +176,7 @@ class QualityBooks:
 
     def trace(self, layer: int, hosts: NDArray[np.int32] | None, gate_weights: Tensor) -> None:
         """Note where a layer's slots were served. hosts [T, K]: 0 is the home; None if it served all."""
-        weights = (gate_weights.numpy() if self._shares is None else self._shares).astype(np.float64)
+        weights = (on_host(gate_weights).numpy() if self._shares is None else self._shares).astype(np.float64)
         kind = self._kind if self._kind is not None else np.zeros(weights.shape, np.int8)
         served = np.zeros(weights.shape, np.int32) if hosts is None else hosts
         ways = (

@@ -28,6 +28,7 @@ from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.encoder_decoder import two_halves
 from edge_runtime.model.moe import ExpertPort, Missing, Owed, joined
 from kernels import ops
+from kernels.transfers import on_device, on_host
 
 
 class HostedExperts(ExpertPort, Protocol):
@@ -84,7 +85,7 @@ class StepResult(NamedTuple):
 class RowsResult(NamedTuple):
     """What layers made of the rows of a step. Views of buffers that the next step overwrites."""
 
-    hidden: Tensor  # [T, D] float32, the residual after the last of them
+    hidden: Tensor  # [T, D] float32, the residual after the last of them, where it was computed
     failed: dict[int, str]  # slice -> why, where experts did not come
     waits: bool = False  # experts did not come but may soon have another host: the step did not happen
 
@@ -167,7 +168,7 @@ class Runner:
         is_last = self.last_layer == self.num_layers
         logits = self.head(ran.hidden, rows) if is_last else None
         why_of = {plan.slices[index].request.request_id: why for index, why in ran.failed.items()}
-        return StepResult(logits, None if is_last else ran.hidden, why_of)
+        return StepResult(logits, None if is_last else on_host(ran.hidden), why_of)
 
     def rows(self, plan: StepPlan) -> StepRows:
         """The rows of a plan."""
@@ -205,20 +206,22 @@ class Runner:
         )
         if rows.encoder_tokens is not None:
             batch = two_halves(batch, rows.encoder_tokens)
+        batch = on_device(batch)
         self._served.begin_step(rows.row_request.numpy(), num_slices)
         times.rows += now() - began
 
         if self.first_layer == 0:
             assert hidden is None, "layer 0 starts from token ids, not from another stage's rows"
-            hidden = self.decoder.embed(rows.token_ids, batch)
+            hidden = self.decoder.embed(on_device(rows.token_ids), batch)
         shape = (len(rows.positions), self.decoder.spec.width)
         assert hidden is not None and hidden.shape == shape, f"layer {self.first_layer} needs rows of {shape}"
+        hidden = on_device(hidden)
         failed: dict[int, str] = {}
         self.port.begin_step()
         row_tiers = None
         stands_in = books is not None
         if tiers and self.gates is not None:
-            row_tiers = torch.tensor(tiers, dtype=torch.int32)[rows.row_request.long()]
+            row_tiers = on_device(torch.tensor(tiers, dtype=torch.int32)[rows.row_request.long()])
             self.dropped.begin_step(rows.row_request.numpy(), num_slices, dropped)
             stands_in = stands_in and not self.gates.chooses_experts
         local_layers, num_slots = 0, 0
@@ -269,19 +272,19 @@ class Runner:
             if is_looked_at:
                 times.touched_layers += 1
                 times.touched_rows += len(expert_ids)
-                times.touched_experts += len(np.unique(expert_ids.numpy()))
+                times.touched_experts += len(np.unique(on_host(expert_ids).numpy()))
             hosts = self.port.served_by()
-            routed = self.decoder.routed
+            routed = None if self.decoder.routed is None else on_host(self.decoder.routed)
             if books is not None and books.is_traced and routed is None:
                 books.trace(layer, hosts, gate_weights)
             if ran is not None and ran.expert_ids is not None and hosts is None:
-                hosts = np.where(ran.slices.masks.numpy() == 0, -1, 0)  # slots of which nothing ran
+                hosts = np.where(on_host(ran.slices.masks).numpy() == 0, -1, 0)  # slots of which nothing ran
             if hosts is None and self._weight_is_one[layer] and routed is None:
                 local_layers += 1
             else:
                 served_by = np.zeros(expert_ids.shape, dtype=np.int32) if hosts is None else hosts
                 self._served.add_layer(
-                    served_by, gate_weights.numpy(), None if routed is None else routed.numpy()
+                    served_by, on_host(gate_weights).numpy(), None if routed is None else routed.numpy()
                 )
             if missing is not None:
                 of_slot = missing.slots // num_slots
@@ -308,7 +311,7 @@ class Runner:
             return None
         slots = torch.full((gate_weights.numel(),), -1, dtype=torch.int32)
         slots[owed.slots] = torch.arange(len(owed.slots), dtype=torch.int32)
-        ops.combine(owed.outputs, slots.view(gate_weights.shape), gate_weights, hidden)
+        ops.combine(owed.outputs, on_device(slots.view(gate_weights.shape)), gate_weights, hidden)
         return owed.missing
 
     def _slices(
@@ -325,8 +328,8 @@ class Runner:
         chosen = self.gates.choose(layer, x, expert_ids, gate_weights, row_tiers, caps)
         if chosen is None:
             return None
-        dropped, lost = chosen.dropped.numpy(), chosen.lost
-        self.dropped.add_layer(dropped, lost, chosen.ran.numpy())
+        dropped, lost = on_host(chosen.dropped).numpy(), chosen.lost
+        self.dropped.add_layer(dropped, lost, on_host(chosen.ran).numpy())
         if books is not None:
             books.leave_out(dropped, lost)
         return chosen
@@ -336,13 +339,13 @@ class Runner:
         return self._served.of_step(num_slices)
 
     def head(self, hidden: Tensor, rows: StepRows) -> Tensor | None:
-        """Logits [samples, V] float32 of the rows that sample, None if none does."""
+        """Logits [samples, V] float32 of the rows that sample, in the host's memory; None if none does."""
         if not len(rows.sampled_rows):
             return None
         began = self.clock.now()
         if len(rows.sampled_rows) < hidden.shape[0]:
             hidden = hidden[torch.from_numpy(rows.sampled_rows)]
-        logits = self.decoder.head(hidden)
+        logits = on_host(self.decoder.head(hidden))
         self.times.head += self.clock.now() - began
         return logits
 

@@ -37,7 +37,7 @@ class Pages(Protocol):
     """The keys and values of an engine's layers, by the layer's number in the model."""
 
     def k(self, layer: int) -> Tensor:
-        """[num_blocks, G, P, 16] float32."""
+        """[num_blocks, G, P, 16] float32; on a GPU see `KVPages`."""
 
     def v(self, layer: int) -> Tensor:
         """[num_blocks, G, 16, value width] float32."""
@@ -227,7 +227,9 @@ def _attend_heads(
         ops.head_norm_rope(rows.k, k_norm, norm_eps, cos, sin, batch.positions, interleaved=interleaved)
         if spec.value_norm:
             unturned = cos[:, :0]
-            ops.head_norm_rope(rows.v, _ones(spec.head_width), norm_eps, unturned, unturned, batch.positions)
+            ops.head_norm_rope(
+                rows.v, _ones(spec.head_width, x.device), norm_eps, unturned, unturned, batch.positions
+            )
         ops.kv_write(rows.k, rows.v, *pages, batch.slots)
     _paged(spec, rows.q, pages, batch, rows.mixed, options)
     return rows.mixed_rows
@@ -288,5 +290,5 @@ def paged_options(spec: AttentionSpec, weights: AttentionWeights | LatentWeights
 
 
 @cache
-def _ones(width: int) -> Tensor:
-    return torch.ones(width)
+def _ones(width: int, device: torch.device) -> Tensor:
+    return torch.ones(width, device=device)

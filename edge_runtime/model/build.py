@@ -22,6 +22,7 @@ from edge_runtime.model.rope import rope_keys, rope_table
 from edge_runtime.model.spec import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec
 from kernels import ops
 from kernels.ops import MXFP4, ExpertBank, ExpertWeight, HeadsWeight, LinearWeight
+from kernels.transfers import on_device
 from topology.ids import ExpertId
 
 Progress = Callable[[int, int, str], None]
@@ -78,7 +79,7 @@ def load_trunk(
     loader = _Loader(checkpoint, progress, parts, trunk_format)
     part = checkpoint.table.part
     embed = loader.linear([part("embed")], follows=spec.tied_head) if embeds else None
-    ropes = {key: rope_table(*key, context_tokens) for key in rope_keys(spec)}
+    ropes = {key: on_device(rope_table(*key, context_tokens)) for key in rope_keys(spec)}
     own_embedding = spec.encoder is not None and spec.encoder.own_embedding and first_layer == 0
     encoder_embed = loader.linear([part("encoder_embed")]) if own_embedding else None
     layers = []
@@ -150,7 +151,14 @@ def add_experts(
     for expert, each in parts.items():
         spec = checkpoint.spec.layers[expert.layer].ffn
         what = f"layer {expert.layer} expert {expert.index}"
-        store.add(expert, loader.expert(each, spec, what, weight_format, order_of(expert)))
+        weight = loader.expert(each, spec, what, weight_format, order_of(expert))
+        try:
+            store.add(expert, weight)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{what}: grouped_ffn of the {weight.backend.NAME} kernels takes one format for all experts of a layer "
+                f"({error}); give the node a weight_format"
+            ) from error
 
 
 def read_neurons(checkpoint: Checkpoint, expert: ExpertId, neurons: Tensor) -> ExpertWeight:
@@ -232,7 +240,9 @@ class _Loader:
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         """Float32, of one or several parts after another; always memory of its own."""
-        return self.load(parts, lambda tensors: torch.cat([t.float() for t in tensors]), parts[0].name)
+        return self.load(
+            parts, lambda tensors: on_device(torch.cat([t.float() for t in tensors])), parts[0].name
+        )
 
     def heads(self, part: Part, spec: AttentionSpec) -> tuple[HeadsWeight, HeadsWeight]:
         """A matrix of [H (A + U), C]: for each head the first A rows turned around, and the last U as they are."""
@@ -321,7 +331,9 @@ def _load_packing(loader: _Loader, spec: ModelSpec, layer: int, packing: Packing
     if packing.kind == "relative_bias":
         bias = spec.layers[layer].attention.relative_bias
         assert bias is not None, "only attention with a relative bias has one"
-        return loader.load(parts, lambda tensors: bias_table(bias, tensors[0].float()), parts[0].name)
+        return loader.load(
+            parts, lambda tensors: on_device(bias_table(bias, tensors[0].float())), parts[0].name
+        )
     if packing.kind == "heads":
         return loader.heads(parts[0], spec.layers[layer].attention)
     mlp = dense_spec(spec.layers[layer])

@@ -27,9 +27,10 @@ from edge_runtime.model.gate import gate, gate_options, gate_rule
 from edge_runtime.model.layers import LayerWeights, Trunk
 from edge_runtime.model.moe import Beside, ExpertPort, Missing, Slices, joined
 from edge_runtime.model.spec import LayerSpec, ModelSpec
-from kernels import ops
+from kernels import backends, ops
 from kernels.ops import Counting
 from kernels.segments import AttentionParts, AttentionSegment, bind_attention_segment
+from kernels.transfers import on_host
 
 INT32_BUFFERS = ("counting", "zeros", "expert_ids")
 
@@ -98,15 +99,21 @@ class Decoder:
             )
             for index, weights in enumerate(trunk.layers, trunk.first_layer)
         }
+        self._device = backends.device()
         self._buffers = {
-            name: torch.empty(max_rows, n, dtype=torch.int32 if name in INT32_BUFFERS else torch.float32)
+            name: torch.empty(
+                max_rows,
+                n,
+                dtype=torch.int32 if name in INT32_BUFFERS else torch.float32,
+                device=self._device,
+            )
             for name, n in row_numbers(spec).items()
         }
         counting = self._buffers["counting"].view(-1)
         torch.arange(len(counting), dtype=torch.int32, out=counting)
         self._buffers["zeros"].zero_()
         self._num_columns = self._buffers["expert_ids"].shape[1]
-        self._logits = torch.empty(0, spec.vocab_size)
+        self._logits = torch.empty(0, spec.vocab_size, device=self._device)
         self._step_rows: dict[int, _StepRows] = {}
 
     def embed(self, token_ids: Tensor, batch: AttentionBatch | None = None) -> Tensor:
@@ -294,7 +301,7 @@ class Decoder:
             raise ValueError(f"layers [{self.first_layer}, {self.last_layer}) have no head")
         num_rows = hidden.shape[0]
         if num_rows > len(self._logits):
-            self._logits = torch.empty(num_rows, self.spec.vocab_size)
+            self._logits = torch.empty(num_rows, self.spec.vocab_size, device=self._device)
         x = self._buffers["x"][:num_rows]
         ops.rms_norm(hidden, self._trunk.final_norm, self.spec.norm_eps, out=x)
         logits = ops.linear(x, self._trunk.head, out=self._logits[:num_rows])
@@ -463,7 +470,7 @@ def _not_finite(
     A peer's rows are looked at where they arrive, so what is left is this node's own work.
     """
     used = slots.view(-1) >= 0
-    wrong = (used & ~expert_out.isfinite().all(dim=1)).nonzero().view(-1)
+    wrong = on_host((used & ~expert_out.isfinite().all(dim=1)).nonzero().view(-1))
     if not len(wrong):
         return None
     experts = ", ".join(map(str, expert_ids.view(-1)[wrong].unique().tolist()))

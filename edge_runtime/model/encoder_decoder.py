@@ -270,5 +270,5 @@ def _within_capacity(expert_ids: Tensor, row_request: Tensor, num_experts: int, 
     _, counts = torch.unique_consecutive(key[order], return_counts=True)
     first = counts.cumsum(0) - counts
     rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order)) - first.repeat_interleave(counts)
+    rank[order] = torch.arange(len(order), device=order.device) - first.repeat_interleave(counts)
     return rank < capacity

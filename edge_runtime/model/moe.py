@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.ops import ExpertBank, ExpertWeight
 from kernels.slices import sliced_experts, sliced_ffn
+from kernels.transfers import on_device, on_host
 from topology.ids import ExpertId
 
 Beside = Callable[[], None] | None
@@ -171,7 +172,9 @@ def run_pairs(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`ops.grouped_ffn`, or the parts of the experts that `slices` names pair by pair."""
+    """`ops.grouped_ffn`, or the parts of the experts that `slices` names pair by pair. Indices may be the host's."""
+    if not x.is_cpu:
+        rows, expert_ids, slices = on_device(rows), on_device(expert_ids), on_device(slices)
     if slices is None:
         return ops.grouped_ffn(x, rows, expert_ids, bank, out=out)
     return sliced_ffn(x, rows, expert_ids, slices.masks.view(-1), slices.num_parts, bank, out=out)
@@ -203,14 +206,16 @@ class LocalExperts:
         flat = expert_ids.view(-1)
         bank = self._store.bank(layer)
         if bank is None:
-            return self._missing(layer, flat, torch.arange(len(flat)))
-        rows = self._slot_rows(*expert_ids.shape)
+            return self._missing(layer, on_host(flat), torch.arange(len(flat)))
+        num_tokens, num_columns = expert_ids.shape
+        rows = self._slot_rows(num_tokens, num_columns, flat.device)
         if self._store.holds_all(layer):
             run_pairs(x, rows, flat, bank, slices, out=out)
             return None
         absent = self._store.absent(layer)
         assert absent is not None, f"layer {layer} has a bank but no account of it"
-        is_missing = absent[flat.long()]
+        ids = on_host(flat)
+        is_missing = absent[ids.long()]
         if not is_missing.any():
             run_pairs(x, rows, flat, bank, slices, out=out)
             return None
@@ -218,7 +223,7 @@ class LocalExperts:
         if slices is not None:
             slices = slices._replace(masks=slices.masks.view(-1)[here])
         out[here] = run_pairs(x, rows[here], flat[here], bank, slices)
-        return self._missing(layer, flat, is_missing.nonzero().view(-1))
+        return self._missing(layer, ids, is_missing.nonzero().view(-1))
 
     def add_here(
         self,
@@ -239,10 +244,10 @@ class LocalExperts:
             return sliced_experts(x, expert_ids, gate_weights, masks, num_parts, bank, hidden, expert_out=out)
         return ops.experts(x, expert_ids, gate_weights, bank, hidden, expert_out=out)
 
-    def _slot_rows(self, num_tokens: int, num_columns: int) -> Tensor:
+    def _slot_rows(self, num_tokens: int, num_columns: int, device: torch.device) -> Tensor:
         rows = self._rows.get((num_tokens, num_columns))
         if rows is None:
-            rows = torch.arange(num_tokens, dtype=torch.int32).repeat_interleave(num_columns)
+            rows = torch.arange(num_tokens, dtype=torch.int32).repeat_interleave(num_columns).to(device)
             self._rows[num_tokens, num_columns] = rows
         return rows
 

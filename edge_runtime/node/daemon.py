@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from edge_runtime.cache.block_store import Blocks
@@ -39,7 +38,7 @@ from edge_runtime.node.requests import (
     make_request,
     prefilled_tensors,
 )
-from edge_runtime.node.resident import give_back
+from edge_runtime.node.resident import give_back, resident_bytes
 from edge_runtime.node.share import (
     Fetch,
     LoadedShare,
@@ -136,7 +135,7 @@ class NodeDaemon:
             model_hash=checkpoint.model_hash,
             calibration_hash=self._parts.digest if self._parts is not None else "",
             dtype=ACTIVATION_DTYPE,
-            numerics=backends.active().NAME,
+            numerics=backends.numerics(),
             pid=os.getpid(),
             incarnation=secrets.token_hex(8),
         )
@@ -493,21 +492,21 @@ class NodeDaemon:
         self._gauge.tried(share.speed)
         self._publish()
         give_back()
-        rss = psutil.Process().memory_info().rss
+        resident = resident_bytes()
         if old is not share:
             log.info(
                 "epoch %d: %d experts, %.1f MB of weights, %.0f MB resident, %.0f MB planned",
                 share.epoch,
                 len(share.store),
                 share.weight_bytes / 1e6,
-                rss / 1e6,
+                resident / 1e6,
                 share.planned_bytes / 1e6,
             )
         if counts_now:
             self._activate(share.epoch, then=lambda: self._release_all_but(share.epoch))
         if old is not None and old is not share:
             self._close(old)
-        self._send(Deployed(share.epoch, share.weight_bytes, rss))
+        self._send(Deployed(share.epoch, share.weight_bytes, resident))
 
     def _publish(self) -> None:
         spec = self._checkpoint.spec

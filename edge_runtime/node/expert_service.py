@@ -38,6 +38,7 @@ from edge_runtime.protocol import (
 )
 from edge_runtime.transport.endpoint import Server
 from edge_runtime.weights.service import BUSY_S, WeightsService
+from kernels.transfers import on_device, on_host
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +272,7 @@ class ExpertService(threading.Thread):
             if rows.dtype.kind == "f"
             else torch.from_numpy(rows).view(torch.bfloat16).float()
         )
-        outputs = run_pairs(x, torch.from_numpy(pair_rows), experts, bank, slices)
+        outputs = on_host(run_pairs(on_device(x), torch.from_numpy(pair_rows), experts, bank, slices))
         compute_s = self._clock.now() - began
         counters = self.counters
         counters.calls += 1

@@ -24,6 +24,7 @@ from edge_runtime.selector.home import HomeSelector
 from edge_runtime.transport.calls import Outcome, PeerCalls, Pending
 from kernels import ops
 from kernels.reference.dispatch import Dispatched
+from kernels.transfers import on_device, on_device_as_one, on_host
 from topology.host_choice import NOBODY, choose_hosts
 from topology.ids import ExpertId
 
@@ -227,7 +228,7 @@ class PlacedExperts:
         """See ExpertPort. x [T, D] float32, expert_ids [T, K] int32, out [T*K, D] float32.
 
         A slot whose peer fails goes to another host of the expert within the same deadline. What no living host
-        holds is Missing.
+        holds is Missing. On a GPU ids and rows for peers come to the host once, and all replies go over in one piece.
         """
         if self._is_local[layer]:
             self._served_by = None
@@ -236,6 +237,9 @@ class PlacedExperts:
             self.times.local += self._clock.now() - began
             return absent
         deadline = self._clock.now() + self._deadline_s
+        expert_ids = on_host(expert_ids)
+        if slices is not None:
+            slices = slices._replace(masks=on_host(slices.masks))
         self._served_by = self._table_numpy[layer][expert_ids.numpy()]
         served_by = self._served_by.reshape(-1)
         if slices is not None:
@@ -268,7 +272,7 @@ class PlacedExperts:
             if not len(failed):
                 break
             # One slot per line: the retried slots as a step of their own, on the rows they belong to.
-            retried = torch.empty(len(failed), out.shape[1])
+            retried = torch.empty(len(failed), out.shape[1], device=out.device)
             rows = x[failed // num_columns].contiguous()
             part = _slices_of(slices, failed.numpy(), as_lines=True)
             ids = flat[failed].view(-1, 1).contiguous()
@@ -297,17 +301,18 @@ class PlacedExperts:
         if before is None or before.outputs is not None:
             return
         began = self._clock.now()
-        before.outputs = torch.zeros(before.expert_ids.numel(), before.x.shape[1])
+        before.outputs = torch.zeros(before.expert_ids.numel(), before.x.shape[1], device=before.x.device)
         outcomes = self._calls.receive(before.pending)
         self._calls.forget(before.pending)
         if self.selector is not None:
             self._measure(before.hosts, outcomes, self._calls.waits)
-        out = before.outputs.numpy()
+        landing = _Landing(before.outputs)
         lost = [
             slots
             for host, outcome, slots in zip(before.hosts, outcomes, before.pairs, strict=True)
-            if not self._take(host, outcome, slots, out)
+            if not self._take(host, outcome, slots, landing)
         ]
+        landing.close()
         self.times.wait += self._clock.now() - began
         if lost:
             self._look_at_s = 0.0
@@ -352,7 +357,8 @@ class PlacedExperts:
     ) -> Tensor | None:
         """Call every host once. Returns the flat slots [n] int64 that stay unfilled, None if none does.
 
-        Indices are numpy's here: a slice costs 0.2 us where torch's costs 1, and there are some twenty per layer.
+        expert_ids and slices are in the host's memory, x and out where the node computes. Indices are numpy's here: a slice
+        costs 0.2 us where torch's costs 1, and there are some twenty per layer.
         """
         times, now = self.times, self._clock.now
         began = now()
@@ -383,7 +389,9 @@ class PlacedExperts:
                 for host, each in zip(called, tensors, strict=True)
             ]
         num_parts = 0 if slices is None else slices.num_parts
-        pending = self._send(layer, x.numpy(), called, tensors, deadline, num_parts) if called else None
+        pending = None
+        if called:
+            pending = self._send(layer, on_host(x).numpy(), called, tensors, deadline, num_parts)
         if pending is not None and self._choice is not None and self._choice.kind.shape == expert_ids.shape:
             late = self._let_come_late(layer, x, expert_ids, out, called, pending, split, deadline)
             awaited = [at for at, host in enumerate(called) if host not in late]
@@ -394,7 +402,7 @@ class PlacedExperts:
         sent_at = now()
         if beside is not None:
             beside()
-        out_rows = out.numpy()
+        landing = _Landing(out)
         num_local = offsets[1]
         if num_local:
             bank = self._store.bank(layer)
@@ -402,7 +410,7 @@ class PlacedExperts:
             local_rows = torch.from_numpy(pairs[:num_local] // np.int32(expert_ids.shape[1]))
             own = None if masks is None else Slices(torch.from_numpy(masks[:num_local]), num_parts)
             local = run_pairs(x, local_rows, torch.from_numpy(experts[:num_local]), bank, own)
-            out_rows[pairs[:num_local]] = local.numpy()
+            landing.put(pairs[:num_local], local)
         local_at = now()
 
         unfilled: list[np.ndarray] = []
@@ -422,8 +430,9 @@ class PlacedExperts:
                 self._measure(called, outcomes, waits)
             for host, outcome in zip(called, outcomes, strict=True):
                 slots = pairs[offsets[host] : offsets[host + 1]]
-                if outcome is not None and not self._take(host, outcome, slots, out_rows):
+                if outcome is not None and not self._take(host, outcome, slots, landing):
                     unfilled.append(slots)
+            landing.close()
         if offsets[-1] < expert_ids.numel():
             asked = np.arange(expert_ids.numel())
             if slices is not None:
@@ -464,7 +473,7 @@ class PlacedExperts:
         )
         hosts = [called[index] for index in at]
         slots = [of_host[host] for host in hosts]
-        out.numpy()[np.concatenate(slots)] = 0.0
+        _Landing(out).clear(np.concatenate(slots))
         self._begun = _OnTheWay(layer, aside, hosts, slots, x.clone(), expert_ids.clone(), deadline)
         self._calls.keep(aside)
         return hosts
@@ -508,7 +517,7 @@ class PlacedExperts:
                 continue
             if (others[ids[slots]] > HERE).all():
                 self._table[layer] = torch.from_numpy(others)
-                hedged = torch.empty(len(slots), out.shape[1])
+                hedged = torch.empty(len(slots), out.shape[1], device=out.device)
                 rows = x[torch.from_numpy(slots // num_columns).long()].contiguous()
                 wanted = torch.from_numpy(ids[slots]).view(-1, 1).contiguous()
                 log.info("%s is late: what it was asked is asked of others", link.name)
@@ -560,7 +569,7 @@ class PlacedExperts:
         at = np.flatnonzero(done)
         rows = torch.from_numpy((at // expert_ids.shape[1]).astype(np.int32))
         experts = torch.from_numpy(choice.expert_ids.reshape(-1)[at])
-        out.numpy()[at] = run_pairs(x, rows, experts, bank, _slices_of(slices, at)).numpy()
+        _Landing(out).put(at, run_pairs(x, rows, experts, bank, _slices_of(slices, at)))
         self._note_served(at, HERE, len(done))
         self._late_choice = choice
         return done
@@ -626,15 +635,15 @@ class PlacedExperts:
             traffic.least_s = min(traffic.least_s, self._clock.now() - sent_at - outcome.message.compute_s)
 
     def _take(
-        self, host: int, outcome: Envelope | PeerError | Refusal, slots: np.ndarray, out: np.ndarray
+        self, host: int, outcome: Envelope | PeerError | Refusal, slots: np.ndarray, landing: "_Landing"
     ) -> bool:
         """Put a reply's rows where they belong; False if there is none to be used."""
         link, traffic = self._links[host - 1], self.traffic[self.host_names[host]]
         if isinstance(outcome, Envelope):
-            fault = self._fault_of(outcome, link.name, len(slots), out.shape[1])
+            fault = self._fault_of(outcome, link.name, len(slots), landing.width)
             if fault is None:
                 outputs = outcome.tensors[0]
-                out[slots] = outputs
+                landing.take(slots, outputs)
                 traffic.bytes_in += outputs.nbytes
                 self.times.peers_compute += outcome.message.compute_s  # type: ignore[attr-defined]
                 return True
@@ -716,6 +725,44 @@ class PlacedExperts:
         names = {name for node in by_node for name in node.split(" and ")}
         faults = "; ".join(link.fault for link in self._links if link.name in names and link.fault)
         return f"no living node holds {'; '.join(parts)}" + (f" ({faults})" if faults else "")
+
+
+class _Landing:
+    """Where the rows of a layer's slots arrive: those computed here, and those of peers, which a GPU is given in one piece."""
+
+    def __init__(self, out: Tensor) -> None:
+        self.width = out.shape[1]
+        self._out = out
+        self._rows = out.numpy() if out.is_cpu else None
+        self._came: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def put(self, slots: np.ndarray, rows: Tensor) -> None:
+        """Rows [n, D] that were computed here."""
+        if self._rows is not None:
+            self._rows[slots] = rows.numpy()
+        else:
+            self._out.index_copy_(0, on_device(torch.from_numpy(slots).long()), rows)
+
+    def clear(self, slots: np.ndarray) -> None:
+        """Zeros, until something comes."""
+        if self._rows is not None:
+            self._rows[slots] = 0.0
+        else:
+            self._out[torch.from_numpy(slots).long()] = 0.0
+
+    def take(self, slots: np.ndarray, rows: np.ndarray) -> None:
+        """A peer's rows [n, D]; on a GPU they are there after `close`."""
+        if self._rows is not None:
+            self._rows[slots] = rows
+        else:
+            self._came.append((slots, rows))
+
+    def close(self) -> None:
+        """Everything has come."""
+        if self._came:
+            slots = np.concatenate([slots for slots, _ in self._came])
+            rows = on_device_as_one([rows for _, rows in self._came])
+            self._out.index_copy_(0, on_device(torch.from_numpy(slots).long()), rows)
 
 
 def _slices_of(slices: Slices | None, slots: np.ndarray, *, as_lines: bool = False) -> Slices | None:

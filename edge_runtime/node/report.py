@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
+from typing import Any
 
 import psutil
 
@@ -11,6 +12,7 @@ from edge_runtime.engine.engine import EngineThread
 from edge_runtime.engine.pipeline import PipelineEngine
 from edge_runtime.node.expert_service import ExpertService
 from edge_runtime.node.gauge import Gauge
+from edge_runtime.node.resident import resident_bytes
 from edge_runtime.node.share import LoadedShare, ShareLoader
 from edge_runtime.protocol import NodeReport
 
@@ -38,9 +40,9 @@ def node_report(
         "processor_s": clock.processor_s(),
         "blocks_handed_on": float(served.blocks),
     }
-    report = {
+    report: dict[str, Any] = {
         "state": state,
-        "rss_bytes": psutil.Process().memory_info().rss,
+        "rss_bytes": resident_bytes(),
         "calls_served": served.calls,
         "rows_served": served.rows,
         "bad_frames": service.bad_messages,

@@ -1,4 +1,5 @@
-"""Gives back memory that starting took and serving does not need. Linux only; elsewhere it does nothing.
+"""What memory this process has and may have, and how it gives back what starting took and serving does not need. Giving
+back is for Linux only; elsewhere it does nothing.
 
 Importing torch touches some 120 MB of library code that never runs again here, and reading a model leaves holes in the
 heap. Both count as this process's resident memory until the system is told.
@@ -8,6 +9,11 @@ import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
+
+from kernels import backends
+from topology.cluster import GPU_RESERVE_BYTES
 
 _MADV_DONTNEED = (
     4  # of a library's code: the next instruction that needs a page reads it again from the page cache
@@ -26,6 +32,23 @@ def give_back() -> None:
         libc.malloc_trim(0)
     for start, end in _code_of(maps.read_text(), _LIBRARIES):
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+
+
+def resident_bytes() -> int:
+    """What this process has resident where it computes: of the machine's memory, or of its GPU's with what CUDA takes."""
+    on_gpu = backends.resident_bytes()
+    return psutil.Process().memory_info().rss if on_gpu is None else on_gpu + GPU_RESERVE_BYTES
+
+
+def available_bytes() -> tuple[int, str]:
+    """What it can still get there, and where that is, in words."""
+    free = backends.free_bytes()
+    if free is not None:
+        return free, f"on {backends.device()}"
+    available, room = psutil.virtual_memory().available, memory_room()
+    if room is not None and room < available:
+        return room, "in its control group"
+    return available, "on this machine"
 
 
 def memory_room(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
-import psutil
 import torch
 
 from edge_runtime.cache.block_pool import BlockPool
@@ -43,7 +42,7 @@ from edge_runtime.model.spec import ModelSpec
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.peer_link import PeerLink
 from edge_runtime.node.remote import PlacedExperts
-from edge_runtime.node.resident import memory_room
+from edge_runtime.node.resident import available_bytes, resident_bytes
 from edge_runtime.node.stage_links import NextStages, StageLink, links_to
 from edge_runtime.node.stage_service import StagePlace
 from edge_runtime.node.trial import send_seconds, try_experts, try_home
@@ -51,6 +50,7 @@ from edge_runtime.protocol import Deploy, Hello, PeerAddress, Share
 from edge_runtime.selector.home import HomeSelector
 from edge_runtime.selector.learned import Losses, find_artifact, read_losses, read_traits
 from edge_runtime.transport.keys import Keys
+from kernels import backends
 from topology.cluster import Cluster, Node
 from topology.grouping import Groups
 from topology.ids import ExpertId
@@ -218,6 +218,11 @@ def gates_for(checkpoint: Checkpoint, parts: SubExperts, trunk: Trunk) -> TierGa
     """Who chooses sub-experts in the layers of a trunk: the tuned gate where `parts` has it, else gate neurons."""
     if parts.linear is None:
         return ProxyGates(checkpoint, parts, range(trunk.first_layer, trunk.last_layer))
+    if not backends.is_on_host():
+        raise Refusal(
+            "gate",
+            f'gate = "linear" chooses sub-experts on processors only, not on {backends.device()}; use "proxy"',
+        )
     layers = enumerate(trunk.layers, trunk.first_layer)
     own = ((index, layer.gate) for index, layer in layers if layer.gate is not None)
     return LinearGates(checkpoint.spec, parts, own)
@@ -254,6 +259,7 @@ def load_share(
     nodes = [deploy.peers[index].name for index in deploy.stages if index < len(deploy.peers)]
     if 0 < share.last_layer - share.first_layer < spec.num_layers:
         _refuse_stages(share, nodes, node, spec)
+    _refuse_formats(settings, node)
     _refuse_if_too_large(settings.planned_bytes, node)
 
     store = empty_store(spec)
@@ -432,7 +438,8 @@ def _runner(
     clock: Clock,
     gates: TierGates | None,
 ) -> Runner:
-    pages = KVPages(share.kv_blocks, spec.kv_shapes(share.first_layer, share.last_layer))
+    shapes = spec.kv_shapes(share.first_layer, share.last_layer)
+    pages = KVPages(share.kv_blocks, shapes, backends.page_dtype(trunk.layers[0].attention.out.format))
     signatures = None
     if settings.counts_experts:
         signatures = signatures_for(
@@ -559,13 +566,22 @@ def _fits(held: LoadedShare, share: Share, settings: ShareSettings) -> bool:
     )
 
 
+def _refuse_formats(settings: ShareSettings, node: str) -> None:
+    """The kernels that serve must have the formats that are asked for."""
+    serving = backends.active()
+    for key, op in (("weight_format", "grouped_ffn"), ("trunk_format", "linear")):
+        found, allowed = getattr(settings, key), serving.FORMATS[op]
+        if found != "as_stored" and found not in allowed:
+            raise Refusal(
+                "format",
+                f"{node}, {key}: found {found!r}, which {op} of the {serving.NAME} kernels lacks; use as_stored or one of "
+                f"{', '.join(allowed)}",
+            )
+
+
 def _refuse_if_too_large(planned_bytes: int, node: str) -> None:
-    resident = psutil.Process().memory_info().rss
-    needed = max(0, planned_bytes - resident)
-    available, where = psutil.virtual_memory().available, "on this machine"
-    room = memory_room()
-    if room is not None and room < available:
-        available, where = room, "in its control group"
+    needed = max(0, planned_bytes - resident_bytes())
+    available, where = available_bytes()
     if needed > available:
         raise Refusal(
             "memory",

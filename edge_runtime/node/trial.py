@@ -5,6 +5,7 @@ those that are not. Parts are timed apart and a node's speed is fitted to them. 
 before the share is used, since a trial writes into KV blocks that nobody owns yet.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,7 +24,8 @@ from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.moe import Beside, ExpertStore, LocalExperts, Missing, Slices
 from edge_runtime.model.sampling import Sampler
 from edge_runtime.protocol import ExpertCall, encode
-from kernels import ops
+from kernels import backends, ops
+from kernels.transfers import on_device, on_host
 from topology.costs import ModelFootprint
 from topology.speeds import ExpertSpeed, NodeSpeed, SpeedSample, fit_speed
 from topology.step_time import operations
@@ -88,7 +90,7 @@ class _Resident(LocalExperts):
         if layer not in self._stand_ins:
             held = torch.tensor(sorted(bank.resident), dtype=torch.int32)
             num_experts = max(int(expert_ids.max()) + 1, int(held[-1]) + 1, 1024)
-            self._stand_ins[layer] = held[torch.arange(num_experts) % len(held)]
+            self._stand_ins[layer] = on_device(held[torch.arange(num_experts) % len(held)])
         chosen = self._stand_ins[layer][expert_ids.long()]
         began = self._clock.now()
         missing = super().run(layer, x, chosen, out, beside, slices)
@@ -113,7 +115,7 @@ class _Resident(LocalExperts):
 
     def _count(self, began: float, chosen: Tensor) -> None:
         self.seconds += self._clock.now() - began
-        self.touched += len(np.unique(chosen.numpy()))
+        self.touched += len(np.unique(on_host(chosen).numpy()))
         self.pairs += chosen.numel()
 
 
@@ -143,15 +145,24 @@ def try_home(
     )
     scheduler = Scheduler(settings, BlockPool(num_blocks), model_hash="trial", tokenizer_hash="")
     steps = _Steps(scheduler, runner, Sampler(spec.vocab_size), port, clock)
+    tokens = PROMPT_TOKENS + STEPS
+    fitting = [
+        batch
+        for batch in BATCHES
+        if batch <= settings.max_running
+        and batch * PROMPT_TOKENS <= settings.max_rows
+        and batch * blocks_for(tokens) <= num_blocks
+        and tokens <= settings.context_tokens
+    ]
+    if not backends.is_on_host():
+        for batch in fitting:  # a kernel is compiled when it is first called, which takes seconds
+            steps.run(batch, math.inf)
     until = clock.now() + BUDGET_S
     parts: list[_Part] = []
-    for batch in BATCHES:
+    for batch in fitting:
         if clock.now() >= until:
             break
-        has_seats = batch <= settings.max_running and batch * PROMPT_TOKENS <= settings.max_rows
-        tokens = PROMPT_TOKENS + STEPS
-        if has_seats and batch * blocks_for(tokens) <= num_blocks and tokens <= settings.context_tokens:
-            parts += steps.run(batch, until)
+        parts += steps.run(batch, until)
     if not parts:
         return None
     return _speed_of(footprint, typical(parts), weight_format, decoder.first_layer, decoder.last_layer)
@@ -279,24 +290,32 @@ def try_experts(
 ) -> NodeSpeed:
     """The speed of a node that only runs experts: calls of one, of sixteen and of four rows, layer after layer."""
     generator = torch.Generator().manual_seed(0)
+    layers = [layer for layer in footprint.moe_layers if store.bank(layer) is not None]
+
+    def call(batch: int, layer: int) -> _Part:
+        bank = store.bank(layer)
+        assert bank is not None
+        held = torch.tensor(sorted(bank.resident), dtype=torch.int32)
+        num_pairs = batch * footprint.top_k
+        x = torch.randn(batch, footprint.width, generator=generator)
+        rows = torch.arange(batch, dtype=torch.int32).repeat_interleave(footprint.top_k)
+        chosen = held[torch.randint(len(held), (num_pairs,), generator=generator)]
+        began = clock.now()
+        on_host(ops.grouped_ffn(*on_device((x, rows, chosen)), bank))
+        took = clock.now() - began
+        return _Part(batch, 0.0, took, 0.0, 0.0, len(np.unique(chosen.numpy())), num_pairs, 0)
+
+    if not backends.is_on_host():
+        for batch in BATCHES:  # kernels are compiled when they are first called
+            for layer in layers[:1]:
+                call(batch, layer)
     parts: list[_Part] = []
     until = clock.now() + BUDGET_S
-    layers = [layer for layer in footprint.moe_layers if store.bank(layer) is not None]
     for batch in BATCHES:
         for layer in (*layers[:1], *layers):  # the first time warms up
             if clock.now() >= until:
                 break
-            bank = store.bank(layer)
-            assert bank is not None
-            held = torch.tensor(sorted(bank.resident), dtype=torch.int32)
-            num_pairs = batch * footprint.top_k
-            x = torch.randn(batch, footprint.width, generator=generator)
-            rows = torch.arange(batch, dtype=torch.int32).repeat_interleave(footprint.top_k)
-            chosen = held[torch.randint(len(held), (num_pairs,), generator=generator)]
-            began = clock.now()
-            ops.grouped_ffn(x, rows, chosen, bank)
-            took = clock.now() - began
-            parts.append(_Part(batch, 0.0, took, 0.0, 0.0, len(np.unique(chosen.numpy())), num_pairs, 0))
+            parts.append(call(batch, layer))
     found = typical(parts)
     speed = _expert_speed(footprint, found, weight_format, 1) if found else None
     if speed is None:

@@ -14,13 +14,13 @@ from kernels.gpu import mxfp4
 from kernels.gpu.combine import combine
 from kernels.gpu.dispatch import dispatch, dispatch_on_device
 from kernels.gpu.gate_topk import gate_topk
-from kernels.gpu.grouped_ffn import grouped_ffn
+from kernels.gpu.grouped_ffn import expert_inner, grouped_ffn, sliced_ffn
 from kernels.gpu.kv_blocks import kv_copy, kv_write, new_pages
 from kernels.gpu.linear import embed, linear, linear_heads
 from kernels.gpu.paged_attention import (
     AttentionPlan,
     attention_plan,
-    decode_plan,
+    biased_attention,
     paged_attention,
     prompt_rows,
 )
@@ -41,23 +41,21 @@ from kernels.gpu.weights import (
     pack_mxfp4_expert,
 )
 
-NAME = "triton"
-
 __all__ = [
     "AttentionPlan",
     "ExpertBank",
     "ExpertWeight",
     "HeadsWeight",
     "LinearWeight",
-    "NAME",
     "attention_plan",
+    "biased_attention",
     "combine",
-    "decode_plan",
     "dequantised_expert",
     "dequantised_linear",
     "dispatch",
     "dispatch_on_device",
     "embed",
+    "expert_inner",
     "gate_topk",
     "grouped_ffn",
     "head_norm_rope",
@@ -75,5 +73,6 @@ __all__ = [
     "paged_attention",
     "prompt_rows",
     "rms_norm",
+    "sliced_ffn",
     "soft_cap",
 ]

@@ -65,7 +65,9 @@ FLOATS = ("eps", "scale", "alpha", "limit", "soft_cap")
 INTEGER_POINTERS = (
     "rows pairs tiles ranges missing slots ids table request position positions lines hosts words counted"
 )
-INTEGER_POINTERS += " offsets pair_rows source destination"
+INTEGER_POINTERS += " offsets pair_rows source destination masks own"
+
+FLOAT_POINTERS = "logits expert_scale bias weights cos sin sinks distance shares"
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,7 @@ def _pointer(name: str) -> str:
         return "*i32"
     if stem == "addresses":
         return "*i64"
-    if stem in ("logits", "expert_scale", "bias", "weights", "cos", "sin", "sinks") or stem.startswith(
-        "part"
-    ):
+    if stem in FLOAT_POINTERS.split() or stem.startswith("part"):
         return "*fp32"
     return "*bf16"
 
@@ -222,7 +222,7 @@ def linear_cases(target: str) -> Iterator[Case]:
             {
                 "w_ptr": TYPE[value_dtype(format)],
                 "scale_ptr": TYPE[SCALE_DTYPE.get(format, torch.float32)],
-                "x_ptr": "*fp32" if format == "float32" else "*bf16",
+                "x_ptr": "*fp32",  # as nodes hold rows
                 "out_ptr": "*fp32",
             },
             tile.num_warps,
@@ -251,16 +251,18 @@ def expert_cases(target: str) -> Iterator[Case]:
             "W_TYPE": ELEMENT[value_dtype(format)],
             "SCALE_TYPE": ELEMENT[SCALE_DTYPE.get(format, torch.float32)],
         }
-        rows = {"x_ptr": "*bf16", "inner_ptr": TYPE[torch.float32 if format == "float32" else torch.bfloat16]}
+        rows = {"x_ptr": "*fp32", "out_ptr": "*fp32"}
+        rows["inner_ptr"] = TYPE[torch.float32 if format == "float32" else torch.bfloat16]
         constants, tile = product_constants(
             target, phase, F, D, format, experts=True, pair=activation != "relu"
         )
         offsets = section_offsets(layout, "in")
         name = f"{activation} {format} {phase}"
+        masked = phase == "few" and format in ("bfloat16", "mxfp4")
         yield Case(
-            f"inner {name}",
+            f"inner {name}{' masks' if masked else ''}",
             inner_kernel,
-            constants | shared | offsets | {"ACTIVATION": activation},
+            constants | shared | offsets | {"ACTIVATION": activation, "HAS_MASKS": masked},
             rows,
             tile.num_warps,
             tile.num_stages,
@@ -272,7 +274,10 @@ def expert_cases(target: str) -> Iterator[Case]:
         yield Case(
             f"down {name}{' slices' if sliced else ''}",
             down_kernel,
-            constants | shared | offsets | {"HAS_SLICES": sliced, "MASK_K": sliced or constants["MASK_K"]},
+            constants
+            | shared
+            | offsets
+            | {"HAS_SLICES": sliced, "HAS_SHARES": masked and bias, "MASK_K": sliced or constants["MASK_K"]},
             rows,
             tile.num_warps,
             tile.num_stages,
@@ -281,12 +286,14 @@ def expert_cases(target: str) -> Iterator[Case]:
 
 
 def attention_cases(target: str) -> Iterator[Case]:
-    """qwen3_moe (32 heads, 4 kv heads, 128), gpt_oss (64, 8, 64, window and sinks), a soft cap at 256, latents 576 and 512."""
-    for name, H, G, P, Pv, window, sinks, cap in (
-        ("128", 32, 4, 128, 128, False, False, False),
-        ("64 window sinks", 64, 8, 64, 64, True, True, False),
-        ("256 cap", 16, 8, 256, 256, True, False, True),
-        ("latent", 16, 1, 576, 512, False, False, False),
+    """qwen3_moe (32 heads, 4 kv heads, 128), gpt_oss (64, 8, 64, window and sinks), a soft cap at 256, latents 576 and 512,
+    switch_transformers (12 heads of 64, distances)."""
+    for name, H, G, P, Pv, window, sinks, cap, distances in (
+        ("128", 32, 4, 128, 128, False, False, False, False),
+        ("64 window sinks", 64, 8, 64, 64, True, True, False, False),
+        ("256 cap", 16, 8, 256, 256, True, False, True, False),
+        ("latent", 16, 1, 576, 512, False, False, False, False),
+        ("64 distances", 12, 12, 64, 64, False, False, False, True),
     ):
         main = 1 << (P.bit_length() - 1)
         shared = {
@@ -296,7 +303,8 @@ def attention_cases(target: str) -> Iterator[Case]:
             "HAS_WINDOW": window,
             "HAS_SINKS": sinks,
         }
-        for phase in ("decode", "prompt"):
+        lines = {"HAS_LINES": False}
+        for phase in ("decode",) if distances else ("decode", "prompt"):
             tile = attention_tile(target, H // G, P, Pv, 2, prompt=phase == "prompt")
             yield Case(
                 f"attention {name} {phase}",
@@ -310,11 +318,13 @@ def attention_cases(target: str) -> Iterator[Case]:
                     "P_REST_PAD": max(16, triton.next_power_of_2(P - main)) if P > main else 0,
                     "SPLIT": 0 if phase == "prompt" else SPLIT_TOKENS,
                     "HAS_CAP": cap,
+                    "HAS_DISTANCES": distances,
+                    "HAS_LINES": phase == "prompt",
                     "OPERAND": operand_dtype(torch.bfloat16),
                     "BLOCK_M": tile.BLOCK_M,
                     "BLOCK_N": tile.BLOCK_N,
                 },
-                {},
+                {"q_ptr": "*fp32", "out_ptr": "*fp32"} if phase == "decode" else {},
                 tile.num_warps,
                 tile.num_stages,
                 True,
@@ -322,8 +332,8 @@ def attention_cases(target: str) -> Iterator[Case]:
         yield Case(
             f"merge {name}",
             merge_kernel,
-            shared | {"SPLIT": SPLIT_TOKENS},
-            {},
+            shared | lines | {"SPLIT": SPLIT_TOKENS},
+            {"out_ptr": "*fp32"},
             1 if Pv <= 128 else 4,
         )
 

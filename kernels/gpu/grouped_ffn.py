@@ -1,8 +1,11 @@
-"""grouped_ffn in Triton. Defined by kernels.reference.grouped_ffn.
+"""grouped_ffn, sliced_ffn and expert_inner in Triton. Defined by kernels.reference.{grouped_ffn,sliced_ffn}.
 
 Three launches: the tile table, gate and up with the activation, down. A program takes one line of the table and a
-stretch of outputs; empty lines cost a launch slot and one read.
+stretch of outputs; empty lines cost a launch slot and one read. Where pairs run some slices of their experts only, the
+neurons of the others become zeros, and gate and up of a stretch that no pair of the tile wants are not read.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -11,11 +14,12 @@ from torch import Tensor
 
 from kernels.gpu.product import multiply
 from kernels.gpu.quantise import GROUP, SCALE_DTYPE, value_dtype
-from kernels.gpu.tile_table import tile_table
+from kernels.gpu.tile_table import TileTable, tile_table
 from kernels.gpu.tiles import (
     INTERPRETED,
     NIBBLE_BLOCK,
     NIBBLE_FORMATS,
+    Tile,
     launch_options,
     operand_dtype,
     product_tile,
@@ -65,10 +69,12 @@ def inner_kernel(
     tiles_ptr,  # [max_tiles, 3] int32
     addresses_ptr,  # [E] int64
     ranges_ptr,  # [E, 2] int32
+    masks_ptr,  # [R] int32, bit s for slice s
     inner_ptr,  # [R, F] in order of `pairs`
     x_stride,
     D,
     F,
+    slice_width,
     alpha,
     limit,
     W_OFFSET: tl.constexpr,
@@ -80,6 +86,7 @@ def inner_kernel(
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
     OPERAND: tl.constexpr,
     MASK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -101,6 +108,11 @@ def inner_kernel(
             row = tl.load(rows_ptr + pair, mask=in_rows, other=0).to(tl.int64)
             n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
             in_n = n < F_here
+            D_here = D
+            if HAS_MASKS:
+                mask = tl.load(masks_ptr + pair, mask=in_rows, other=0)
+                wanted = ((mask[:, None] >> (n // slice_width)[None, :]) & 1) * in_n[None, :].to(tl.int32)
+                D_here = tl.where(tl.max(tl.max(wanted, axis=1), axis=0) > 0, D, 0)
             PAIR: tl.constexpr = ACTIVATION != "relu"
             if PAIR:
                 N = 2 * F
@@ -117,7 +129,7 @@ def inner_kernel(
                 N,
                 D,
                 0,
-                D,
+                D_here,
                 F,
                 PAIR,
                 FORMAT,
@@ -134,6 +146,8 @@ def inner_kernel(
                 if PAIR:
                     two += tl.load(bias + F, mask=in_n, other=0.0)[None, :]
             inner = activate(one, two, alpha, limit, ACTIVATION)
+            if HAS_MASKS:
+                inner = tl.where(wanted != 0, inner, 0.0)
             place = (first + m).to(tl.int64)
             tl.store(
                 inner_ptr + place[:, None] * F + n[None, :],
@@ -149,6 +163,7 @@ def down_kernel(
     tiles_ptr,  # [max_tiles, 3] int32
     addresses_ptr,  # [E] int64
     ranges_ptr,  # [E, 2] int32
+    shares_ptr,  # [R] float32, of the bias
     out_ptr,  # [R, D] in the caller's order
     out_stride,
     D,
@@ -158,6 +173,7 @@ def down_kernel(
     BIAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SLICES: tl.constexpr,
+    HAS_SHARES: tl.constexpr,
     W_TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -206,10 +222,13 @@ def down_kernel(
             BLOCK_N,
             BLOCK_K,
         )
+        pair = tl.load(pairs_ptr + first + m, mask=in_rows, other=0).to(tl.int64)
         if HAS_BIAS:  # noqa: SIM102 - this one is known when compiling
             if begin == 0:  # of an expert's slices, one brings the bias
-                total += tl.load(section(address, BIAS_OFFSET, tl.float32) + n, mask=in_n, other=0.0)[None, :]
-        pair = tl.load(pairs_ptr + first + m, mask=in_rows, other=0).to(tl.int64)
+                bias = tl.load(section(address, BIAS_OFFSET, tl.float32) + n, mask=in_n, other=0.0)[None, :]
+                if HAS_SHARES:
+                    bias = bias * tl.load(shares_ptr + pair, mask=in_rows, other=0.0)[:, None]
+                total += bias
         tl.store(
             out_ptr + pair[:, None] * out_stride + n[None, :],
             total.to(out_ptr.dtype.element_ty),
@@ -244,76 +263,149 @@ def grouped_ffn(
     check   wait for the device and raise IndexError for an expert that is not resident. Without it, its rows are left
             as they are and `bank.check` tells later; inside a graph it must be off
     """
-    R, D, F = len(rows), bank.D, bank.F
     if out is None:
-        out = torch.empty(R, D, dtype=x.dtype, device=x.device)
-    if R == 0:
-        return out
+        out = torch.empty(len(rows), bank.D, dtype=x.dtype, device=x.device)
+    if len(rows):
+        inner, table = _inner(x, rows, expert_ids, bank, None, 1, prompt)
+        _down(inner, table, bank, None, out, prompt)
+        if check:
+            bank.check()
+    return out
+
+
+def sliced_ffn(
+    x: Tensor,
+    rows: Tensor,
+    expert_ids: Tensor,
+    masks: Tensor,
+    num_parts: int,
+    bank: ExpertBank,
+    *,
+    out: Tensor | None = None,
+    check: bool = True,
+) -> Tensor:
+    """`grouped_ffn` with only the neurons in the slices of masks [R] int32, bit s for slice s of `num_parts` equal ones.
+
+    A row with all slices has the bits of `grouped_ffn`. The bias of down counts by the share of slices.
+    """
+    if out is None:
+        out = torch.empty(len(rows), bank.D, dtype=x.dtype, device=x.device)
+    if len(rows):
+        inner, table = _inner(x, rows, expert_ids, bank, masks, num_parts, False)
+        shares = None
+        if bank.layout is not None and bank.layout.has_bias:
+            slices = torch.arange(num_parts, dtype=torch.int32, device=masks.device)
+            shares = ((masks[:, None] >> slices) & 1).sum(dim=1).float() / num_parts
+        _down(inner, table, bank, shares, out, False)
+        if check:
+            bank.check()
+    return out
+
+
+def expert_inner(
+    x: Tensor, rows: Tensor, expert_ids: Tensor, bank: ExpertBank, *, out: Tensor | None = None
+) -> Tensor:
+    """What the neurons of each routed row's expert give, before down: float32 [R, F]."""
+    if out is None:
+        out = torch.empty(len(rows), bank.F, dtype=torch.float32, device=x.device)
+    if len(rows):
+        inner, table = _inner(x, rows, expert_ids, bank, None, 1, False)
+        bank.check()  # before `pairs` is used: a missing expert has none
+        out.index_copy_(0, table.pairs.long(), inner.float())
+    return out
+
+
+def _tiles(bank: ExpertBank, R: int, chip: str, prompt: bool) -> tuple[ExpertLayout, Tile, Tile]:
+    """What the experts of a bank look like, and the tiles of gate and up, and of down, for R routed rows."""
     layout = bank.layout
     if layout is None:
-        raise IndexError(
-            f"expert_ids: asks for expert {int(expert_ids[0])}, but no expert is resident in this bank"
-        )
-    chip = target(x.device)
+        raise IndexError("expert_ids: asks for experts, but no expert is resident in this bank")
     rows_each = R // bank.num_resident  # the bits do not depend on it, the speed does
     pair = layout.activation != "relu"
-    first = product_tile(chip, rows_each, F, D, layout.format, experts=True, pair=pair, prompt=prompt)
-    second = product_tile(chip, rows_each, D, F, layout.format, experts=True, prompt=prompt)
+    shapes = (bank.F, bank.D, pair), (bank.D, bank.F, False)
+    first, second = (
+        product_tile(chip, rows_each, N, K, layout.format, experts=True, pair=both, prompt=prompt)
+        for N, K, both in shapes
+    )
     if bank.has_slices and layout.format in NIBBLE_FORMATS:
         second = second._replace(BLOCK_K=NIBBLE_BLOCK)  # a slice may end anywhere between blocks
-    table = tile_table(expert_ids, bank.addresses, bank.missing, first.BLOCK_M)
     assert first.BLOCK_M == second.BLOCK_M
-    inner_dtype = torch.float32 if INTERPRETED else layout.operand
-    inner = torch.empty(R, F, dtype=inner_dtype, device=x.device)
-    constants = {
+    return layout, first, second
+
+
+def _constants(layout: ExpertLayout, tile: Tile, name: str, chip: str) -> dict[str, Any]:
+    """What both products are told of an expert's layout and of their tile."""
+    return {
+        **section_offsets(layout, name),
         "HAS_BIAS": layout.has_bias,
         "W_TYPE": ELEMENT[value_dtype(layout.format)],
         "SCALE_TYPE": ELEMENT[SCALE_DTYPE.get(layout.format, torch.float32)],
         "FORMAT": layout.format,
         "GROUP": GROUP,
         "OPERAND": operand_dtype(layout.operand),
+        "BLOCK_M": tile.BLOCK_M,
+        "BLOCK_N": tile.BLOCK_N,
+        "BLOCK_K": tile.BLOCK_K,
+        **launch_options(chip, tile.num_warps, tile.num_stages),
     }
-    inner_kernel[(triton.cdiv(F, first.BLOCK_N), len(table.tiles))](
+
+
+def _inner(
+    x: Tensor,
+    rows: Tensor,
+    expert_ids: Tensor,
+    bank: ExpertBank,
+    masks: Tensor | None,
+    num_parts: int,
+    prompt: bool,
+) -> tuple[Tensor, TileTable]:
+    """The inner activations [R, F] in order of the table's pairs, and the table."""
+    chip, R, D, F = target(x.device), len(rows), bank.D, bank.F
+    layout, tile, _ = _tiles(bank, R, chip, prompt)
+    table = tile_table(expert_ids, bank.addresses, bank.missing, tile.BLOCK_M)
+    inner = torch.empty(R, F, dtype=torch.float32 if INTERPRETED else layout.operand, device=x.device)
+    inner_kernel[(triton.cdiv(F, tile.BLOCK_N), len(table.tiles))](
         x,
         rows,
         table.pairs,
         table.tiles,
         bank.addresses,
         bank.ranges,
+        masks if masks is not None else rows,
         inner,
         x.stride(0),
         D,
         F,
+        F // num_parts,
         layout.alpha,
         layout.limit,
-        **section_offsets(layout, "in"),
         ACTIVATION=layout.activation,
-        MASK_K=D % first.BLOCK_K != 0,
-        BLOCK_M=first.BLOCK_M,
-        BLOCK_N=first.BLOCK_N,
-        BLOCK_K=first.BLOCK_K,
-        **constants,
-        **launch_options(chip, first.num_warps, first.num_stages),
+        HAS_MASKS=masks is not None,
+        MASK_K=D % tile.BLOCK_K != 0,
+        **_constants(layout, tile, "in", chip),
     )
-    down_kernel[(triton.cdiv(D, second.BLOCK_N), len(table.tiles))](
+    return inner, table
+
+
+def _down(
+    inner: Tensor, table: TileTable, bank: ExpertBank, shares: Tensor | None, out: Tensor, prompt: bool
+) -> None:
+    """out [R, D] = down of the inner activations, in the caller's order."""
+    chip, (R, F), D = target(inner.device), inner.shape, bank.D
+    layout, _, tile = _tiles(bank, R, chip, prompt)
+    down_kernel[(triton.cdiv(D, tile.BLOCK_N), len(table.tiles))](
         inner,
         table.pairs,
         table.tiles,
         bank.addresses,
         bank.ranges,
+        shares if shares is not None else inner,
         out,
         out.stride(0),
         D,
         F,
-        **section_offsets(layout, "out"),
         HAS_SLICES=bank.has_slices,
-        MASK_K=bank.has_slices or F % second.BLOCK_K != 0,
-        BLOCK_M=second.BLOCK_M,
-        BLOCK_N=second.BLOCK_N,
-        BLOCK_K=second.BLOCK_K,
-        **constants,
-        **launch_options(chip, second.num_warps, second.num_stages),
+        HAS_SHARES=shares is not None,
+        MASK_K=bank.has_slices or F % tile.BLOCK_K != 0,
+        **_constants(layout, tile, "out", chip),
     )
-    if check:
-        bank.check()
-    return out

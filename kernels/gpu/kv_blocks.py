@@ -41,7 +41,9 @@ def kv_write_kernel(
     slots_ptr,  # [T] int32
     num_slots,
     k_stride,
+    k_in_stride,
     v_stride,
+    v_in_stride,
     k_block_stride,
     k_head_stride,
     k_token_stride,
@@ -61,12 +63,12 @@ def kv_write_kernel(
     if (slot >= 0) & (slot < num_slots):
         block = (slot // 16).to(tl.int64)
         p = tl.arange(0, P_PAD)
-        k = tl.load(k_ptr + token * k_stride + g * P + p, mask=p < P, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + token * k_stride + g * k_in_stride + p, mask=p < P, other=0.0).to(tl.float32)
         place = k_pages_ptr + block * k_block_stride + g * k_head_stride + slot % 16 * k_token_stride + p
         tl.store(place, k.to(k_pages_ptr.dtype.element_ty), mask=p < P)
         if WRITES_V:
             p = tl.arange(0, PV_PAD)
-            v = tl.load(v_ptr + token * v_stride + g * PV + p, mask=p < PV, other=0.0).to(tl.float32)
+            v = tl.load(v_ptr + token * v_stride + g * v_in_stride + p, mask=p < PV, other=0.0).to(tl.float32)
             place = v_pages_ptr + block * v_block_stride + g * v_head_stride + slot % 16 * v_token_stride + p
             tl.store(place, v.to(v_pages_ptr.dtype.element_ty), mask=p < PV)
 
@@ -103,8 +105,8 @@ def kv_write(k: Tensor, v: Tensor | None, k_pages: Tensor, v_pages: Tensor, slot
             v_pages,
             slots,
             len(k_pages) * BLOCK_TOKENS,
-            k.stride(0),
-            v.stride(0) if v is not None else 0,
+            *k.stride()[:2],
+            *(v.stride()[:2] if v is not None else (0, 0)),
             *k_pages.stride()[:3],
             *v_pages.stride()[:3],
             P=P,

@@ -1,11 +1,13 @@
-"""paged_attention in Triton. Defined by kernels.reference.paged_attention, over the pages of `kernels.gpu.kv_blocks`.
+"""paged_attention and biased_attention in Triton. Defined by kernels.reference.paged_attention, over the pages of
+`kernels.gpu.kv_blocks`.
 
-One kernel serves both phases: a tile is a few rows of one request times the query heads of one kv head. Decode takes one
-row to a tile and cuts its positions into pieces of SPLIT_TOKENS, which a second kernel merges in order. A prompt takes
-more rows to a tile and walks all positions at once.
+One kernel serves all phases: a tile is a few rows of one request times the query heads of one kv head. Without a plan,
+positions are cut into pieces of SPLIT_TOKENS, which a second kernel merges in order, and rows beside one another that are
+of one request share a tile: 16 heads and rows, the same program for one row and for many, so a row's bits are always the
+same. With a plan, runs of prompt rows take larger tiles and walk all positions at once, with bits of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,9 @@ from torch import Tensor
 
 from kernels.gpu.tiles import INTERPRETED, SPLIT_TOKENS, attention_tile, launch_options, operand_dtype, target
 
-LOG2_E = 1.4426950408889634
+PART_VALUES = (
+    1 << 24
+)  # float32 numbers that the pieces of one launch may take: 64 MiB; more rows take more launches
 
 
 class AttentionPlan(NamedTuple):
@@ -28,13 +32,6 @@ class AttentionPlan(NamedTuple):
     decode: Tensor
     prompt: Tensor
     prompt_rows: int
-
-
-def decode_plan(T: int, device: torch.device | str) -> AttentionPlan:
-    """Every row by itself: steps of decode, and what a graph captures."""
-    rows = torch.arange(T, dtype=torch.int32, device=device)
-    lines = torch.stack((rows, torch.ones_like(rows)), dim=1)
-    return AttentionPlan(lines, lines[:0], 1)
 
 
 def attention_plan(
@@ -71,7 +68,20 @@ def finish(total, sum_, top, sink, HAS_SINK: tl.constexpr):
     return total / tl.where(sum_ > 0, sum_, 1.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+@triton.jit
+def rows_together(request_ptr, row, T, ROWS: tl.constexpr):
+    # How many rows from `row` on share its tile: those of its request up to the next multiple of ROWS; 0 if the row before
+    # it has taken it along.
+    end = tl.minimum((row // ROWS + 1) * ROWS, T)
+    request = tl.load(request_ptr + row)
+    following = row + tl.arange(0, ROWS)
+    other = tl.load(request_ptr + following, mask=following < end, other=-1) != request
+    count = tl.min(tl.where(other, following, end), axis=0) - row
+    before = tl.load(request_ptr + row - 1, mask=row % ROWS > 0, other=-1)
+    return tl.where(before == request, 0, count)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_splits", "T", "first_row", "most_distance"])
 def attention_kernel(
     q_ptr,  # [T, H, P]
     k_ptr,  # [num_blocks, G, 16, P]
@@ -81,13 +91,18 @@ def attention_kernel(
     position_ptr,  # [T] int32
     lines_ptr,  # [n, 2] int32
     sinks_ptr,  # [H] float32
+    distance_ptr,  # [H, 2 * most_distance + 1] float32, added to scores
+    own_ptr,  # [T] int32, where distances are counted from
     out_ptr,  # [T, H, PV]
-    part_ptr,  # [T, H, num_splits, PV] float32
-    part_sum_ptr,  # [T, H, num_splits] float32
-    part_top_ptr,  # [T, H, num_splits] float32
+    part_ptr,  # [rows of the launch, H, num_splits, PV] float32
+    part_sum_ptr,  # [rows of the launch, H, num_splits] float32
+    part_top_ptr,  # [rows of the launch, H, num_splits] float32
     scale,
     soft_cap,
     window,
+    T,
+    first_row,
+    most_distance,
     q_stride,
     q_head_stride,
     k_block_stride,
@@ -97,6 +112,7 @@ def attention_kernel(
     v_head_stride,
     v_token_stride,
     out_stride,
+    out_head_stride,
     table_stride,
     num_splits,
     H: tl.constexpr,
@@ -111,12 +127,18 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_DISTANCES: tl.constexpr,
+    HAS_LINES: tl.constexpr,  # False: program i begins at row first_row + i
     OPERAND: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows of a tile times TILE_HEADS, at least 16
     BLOCK_N: tl.constexpr,
 ):
-    first_row = tl.load(lines_ptr + tl.program_id(0) * 2)
-    count = tl.load(lines_ptr + tl.program_id(0) * 2 + 1)
+    if HAS_LINES:
+        tile_row = tl.load(lines_ptr + tl.program_id(0) * 2)
+        count = tl.load(lines_ptr + tl.program_id(0) * 2 + 1)
+    else:
+        tile_row = first_row + tl.program_id(0)
+        count = rows_together(request_ptr, tile_row, T, BLOCK_M // TILE_HEADS)
     head_tiles: tl.constexpr = (HEADS + TILE_HEADS - 1) // TILE_HEADS
     g = tl.program_id(1) // head_tiles
     split = tl.program_id(2)
@@ -124,9 +146,9 @@ def attention_kernel(
     row = m // TILE_HEADS
     head = tl.program_id(1) % head_tiles * TILE_HEADS + m % TILE_HEADS
     in_tile = (row < count) & (head < HEADS)
-    row = first_row + row
+    row = tile_row + row
     head = g * HEADS + head
-    request = tl.load(request_ptr + first_row).to(tl.int64)
+    request = tl.load(request_ptr + tile_row).to(tl.int64)
     position = tl.load(position_ptr + row, mask=in_tile, other=-1)
     end = tl.max(position, axis=0) + 1
     begin = 0
@@ -139,6 +161,9 @@ def attention_kernel(
         begin = tl.maximum(begin, split * SPLIT)
         end = tl.minimum(end, (split + 1) * SPLIT)
     if begin < end:
+        if HAS_DISTANCES:
+            own = tl.load(own_ptr + row, mask=in_tile, other=0)
+            distances = distance_ptr + head.to(tl.int64) * (2 * most_distance + 1) + most_distance
         p = tl.arange(0, P_MAIN)
         q_rows = q_ptr + row.to(tl.int64) * q_stride + head * q_head_stride
         q = tl.load(q_rows[:, None] + p[None, :], mask=in_tile[:, None], other=0.0).to(OPERAND)
@@ -168,6 +193,9 @@ def attention_kernel(
                 ).to(OPERAND)
                 score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision="ieee")
             score *= scale
+            if HAS_DISTANCES:
+                far = tl.minimum(tl.maximum(n[None, :] - own[:, None], -most_distance), most_distance)
+                score += tl.load(distances[:, None] + far, mask=in_tile[:, None], other=0.0)
             if HAS_CAP:
                 score = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * score / soft_cap) + 1.0))  # tanh
             score *= 1.4426950408889634
@@ -188,6 +216,10 @@ def attention_kernel(
             top = new_top
         place = row.to(tl.int64) * H + head
         if SPLIT > 0:
+            if HAS_LINES:
+                place = tl.program_id(0).to(tl.int64) * H + head
+            else:
+                place -= first_row * H
             place = place * num_splits + split
             tl.store(part_sum_ptr + place, sum_, mask=in_tile)
             tl.store(part_top_ptr + place, top, mask=in_tile)
@@ -198,22 +230,24 @@ def attention_kernel(
             if HAS_SINKS:
                 sink = tl.load(sinks_ptr + head, mask=in_tile, other=0.0) * 1.4426950408889634
             out = finish(total, sum_, top, sink, HAS_SINKS)
-            place = row.to(tl.int64) * out_stride + head * PV
+            place = row.to(tl.int64) * out_stride + head * out_head_stride
             mask = in_tile[:, None] & (pv < PV)[None, :]
             tl.store(out_ptr + place[:, None] + pv[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "first_row"])
 def merge_kernel(
     lines_ptr,  # [n, 2] int32
     position_ptr,  # [T] int32
     sinks_ptr,  # [H] float32
-    part_ptr,  # [T, H, num_splits, PV] float32
+    part_ptr,  # [rows of the launch, H, num_splits, PV] float32
     part_sum_ptr,
     part_top_ptr,
     out_ptr,  # [T, H, PV]
     window,
+    first_row,
     out_stride,
+    out_head_stride,
     num_splits,
     H: tl.constexpr,
     PV: tl.constexpr,
@@ -221,9 +255,14 @@ def merge_kernel(
     SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LINES: tl.constexpr,
 ):
     # One program per row and head, over the pieces of the row in order of position.
-    row = tl.load(lines_ptr + tl.program_id(0) * 2).to(tl.int64)
+    of_launch = tl.program_id(0).to(tl.int64)
+    if HAS_LINES:
+        row = tl.load(lines_ptr + tl.program_id(0) * 2).to(tl.int64)
+    else:
+        row = first_row + of_launch
     head = tl.program_id(1)
     position = tl.load(position_ptr + row)
     first = 0
@@ -235,7 +274,7 @@ def merge_kernel(
     top = tl.full((1,), float("-inf"), dtype=tl.float32)
     one = tl.arange(0, 1)
     for split in range(first, position // SPLIT + 1):
-        place = (row * H + head) * num_splits + split
+        place = (of_launch * H + head) * num_splits + split
         part_top = tl.load(part_top_ptr + place + one)
         new_top = tl.maximum(top, part_top)
         shrink = tl.exp2(top - new_top)
@@ -248,7 +287,11 @@ def merge_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head + one) * 1.4426950408889634
     out = finish(total, sum_, top, sink, HAS_SINKS)
-    tl.store(out_ptr + row * out_stride + head * PV + pv, out.to(out_ptr.dtype.element_ty), mask=pv < PV)
+    tl.store(
+        out_ptr + row * out_stride + head * out_head_stride + pv,
+        out.to(out_ptr.dtype.element_ty),
+        mask=pv < PV,
+    )
 
 
 def prompt_rows(heads: int, chip: str, P: int, Pv: int) -> int:
@@ -277,16 +320,52 @@ def paged_attention(
     window    a row sees its own position and the window - 1 before it
     sinks     [H] float32, one more logit per head that takes weight and gives nothing
     soft_cap  scores become cap * tanh(score / cap)
-    plan      None: every row as decode. Rows of a prompt want `attention_plan`
+    plan      None: every row as decode. Rows of a prompt may take `attention_plan`, whose bits are other
     """
+    rows = block_tables, row_request, row_position
+    return _attend(q, k_pages, v_pages, *rows, scale, window, sinks, soft_cap, None, None, plan, out)
+
+
+def biased_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    row_request: Tensor,
+    row_position: Tensor,
+    scale: float,
+    bias: Tensor,
+    own_position: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`paged_attention` with bias [H, 2 m + 1] float32 added to the scores, by how far a position is from own_position [T]."""
+    rows = block_tables, row_request, row_position
+    return _attend(q, k_pages, v_pages, *rows, scale, None, None, None, bias, own_position, None, out)
+
+
+def _attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    row_request: Tensor,
+    row_position: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    soft_cap: float | None,
+    bias: Tensor | None,
+    own_position: Tensor | None,
+    plan: AttentionPlan | None,
+    out: Tensor | None,
+) -> Tensor:
     T, H, P = q.shape
     G, Pv = v_pages.shape[1], v_pages.shape[3]
     if out is None:
         out = torch.empty(T, H, Pv, dtype=q.dtype, device=q.device)
     if T == 0:
         return out
-    if plan is None:
-        plan = decode_plan(T, q.device)
     chip = target(q.device)
     main = 1 << (P.bit_length() - 1)
     rest = P - main
@@ -298,27 +377,28 @@ def paged_attention(
         "HAS_SINKS": sinks is not None,
     }
     num_splits = triton.cdiv(block_tables.shape[1] * 16, SPLIT_TOKENS)
-    for lines, is_prompt in ((plan.decode, False), (plan.prompt, True)):
-        if len(lines) == 0:
-            continue
+    for lines, first_row, count, is_prompt in _launches(plan, T, H * num_splits * Pv):
         tile = attention_tile(chip, H // G, P, Pv, k_pages.element_size(), prompt=is_prompt)
-        block_m = max(tile.BLOCK_M, plan.prompt_rows * tile.TILE_HEADS) if is_prompt else tile.BLOCK_M
-        parts = out if is_prompt else torch.empty(T, H, num_splits, Pv, dtype=torch.float32, device=q.device)
-        part_sums, part_tops = (
-            (out, out)
-            if is_prompt
-            else torch.empty(2, T, H, num_splits, dtype=torch.float32, device=q.device).unbind(0)
-        )
+        block_m = tile.BLOCK_M
+        if is_prompt and plan is not None:
+            block_m = max(block_m, plan.prompt_rows * tile.TILE_HEADS)
+        parts = part_sums = part_tops = out
+        if not is_prompt:
+            parts = torch.empty(count, H, num_splits, Pv, dtype=torch.float32, device=q.device)
+            sums = torch.empty(2, count, H, num_splits, dtype=torch.float32, device=q.device)
+            part_sums, part_tops = sums.unbind(0)
         head_tiles = triton.cdiv(H // G, tile.TILE_HEADS)
-        attention_kernel[(len(lines), G * head_tiles, 1 if is_prompt else num_splits)](
+        attention_kernel[(count, G * head_tiles, 1 if is_prompt else num_splits)](
             q,
             k_pages,
             v_pages,
             block_tables,
             row_request,
             row_position,
-            lines,
+            lines if lines is not None else row_request,
             sinks if sinks is not None else q,
+            bias if bias is not None else q,
+            own_position if own_position is not None else row_position,
             out,
             parts,
             part_sums,
@@ -326,11 +406,15 @@ def paged_attention(
             scale,
             soft_cap if soft_cap is not None else 0.0,
             window if window is not None else 0,
+            T,
+            first_row,
+            bias.shape[1] // 2 if bias is not None else 0,
             q.stride(0),
             q.stride(1),
             *k_pages.stride()[:3],
             *v_pages.stride()[:3],
             out.stride(0),
+            out.stride(1),
             block_tables.stride(0),
             num_splits,
             HEADS=H // G,
@@ -340,6 +424,8 @@ def paged_attention(
             P_REST_PAD=max(16, triton.next_power_of_2(rest)) if rest else 0,
             SPLIT=0 if is_prompt else SPLIT_TOKENS,
             HAS_CAP=soft_cap is not None,
+            HAS_DISTANCES=bias is not None,
+            HAS_LINES=lines is not None,
             OPERAND=tl.float32 if INTERPRETED else operand_dtype(k_pages.dtype),
             BLOCK_M=block_m,
             BLOCK_N=tile.BLOCK_N,
@@ -347,8 +433,8 @@ def paged_attention(
             **launch_options(chip, tile.num_warps, tile.num_stages),
         )
         if not is_prompt:
-            merge_kernel[(len(lines), H)](
-                lines,
+            merge_kernel[(count, H)](
+                lines if lines is not None else row_request,
                 row_position,
                 sinks if sinks is not None else q,
                 parts,
@@ -356,10 +442,29 @@ def paged_attention(
                 part_tops,
                 out,
                 window if window is not None else 0,
+                first_row,
                 out.stride(0),
+                out.stride(1),
                 num_splits,
                 SPLIT=SPLIT_TOKENS,
+                HAS_LINES=lines is not None,
                 **constants,
                 num_warps=1 if Pv <= 128 else 4,
             )
     return out
+
+
+def _launches(
+    plan: AttentionPlan | None, T: int, row_values: int
+) -> Iterator[tuple[Tensor | None, int, int, bool]]:
+    """(lines, first row, programs, is prompt) of each launch; of decode so many rows that their pieces have room."""
+    most = max(16, PART_VALUES // row_values // 16 * 16)  # 16: no tile of rows is cut
+    if plan is None:
+        for first in range(0, T, most):
+            yield None, first, min(most, T - first), False
+        return
+    for lines in plan.decode.split(most):
+        if len(lines):
+            yield lines, 0, len(lines), False
+    if len(plan.prompt):
+        yield plan.prompt, 0, len(plan.prompt), True

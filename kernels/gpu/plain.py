@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from kernels.gpu.weights import ExpertBank, LinearWeight, dequantised_expert, dequantised_linear
+from kernels.reference.paged_attention import bias_columns
 
 
 def linear(x: Tensor, w: LinearWeight, bias: Tensor | None = None) -> Tensor:
@@ -91,8 +92,10 @@ def paged_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     soft_cap: float | None = None,
+    bias: Tensor | None = None,
+    own_position: Tensor | None = None,
 ) -> Tensor:
-    """[T, H, Pv] float64; rows one after another."""
+    """[T, H, Pv] float64; rows one after another. With `bias`, what biased_attention gives."""
     T, H, _ = q.shape
     G = k_pages.shape[1]
     out = torch.empty(T, H, v_pages.shape[3], dtype=torch.float64, device=q.device)
@@ -108,6 +111,9 @@ def paged_attention(
             for pages in (k_pages, v_pages)
         )
         scores = torch.einsum("hp,nhp->hn", q[t].double(), keys) * scale
+        if bias is not None and own_position is not None:
+            seen = torch.arange(first, position + 1, device=q.device)
+            scores += bias.double()[:, bias_columns(bias, own_position[t], seen)]
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         if sinks is not None:

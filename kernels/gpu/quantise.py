@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.gpu.tiles import NIBBLE_BLOCK, NIBBLE_FORMATS
 from kernels.reference import int4
-from kernels.reference.formats import encode
+from kernels.reference.formats import Weight, encode
 from kernels.reference.mxfp4 import E2M1
 
 FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -57,14 +57,11 @@ def part_nibbles(blocks: Tensor) -> Tensor:
     return both.permute(1, 0, 2, 3).reshape(N, num_blocks * NIBBLE_BLOCK)
 
 
-def quantise(weight: Tensor, format: str) -> Codes:
-    """Pack weight [N, K] bfloat16, float16 or float32. The codes are those of `kernels.reference.formats`."""
-    if format in FLOATS:
-        return Codes(weight.detach().to(FLOATS[format]).contiguous(), None)
-    if format not in FORMATS:
-        raise ValueError(f"format: found {format!r}, expected one of {', '.join(FORMATS)}")
+def quantise(weight: Weight, format: str) -> Codes:
+    """Pack weight [N, K], a tensor or MXFP4. The codes are those of `kernels.reference.formats`."""
     encoded = encode(weight, format)
-    assert not isinstance(encoded, Tensor), "codes are no tensor"
+    if isinstance(encoded, Tensor):
+        return Codes(encoded, None)
     if format == "int8":
         return Codes(encoded.values, encoded.scales)
     if format == "mxfp4":

@@ -77,7 +77,7 @@ def head_norm_rope(
 ) -> None:
     """Norm the heads of x [T, H, P] (if weight [P] is given), then rotate them by their positions. In place.
 
-    With fewer than P / 2 columns in cos and sin, only the first 2 * columns of a head turn. `interleaved` pairs
+    With fewer than P / 2 columns in cos and sin, or none, only the first 2 * columns of a head turn. `interleaved` pairs
     neighbours (2i, 2i + 1) instead of (i, i + columns).
     """
     T, H, P = x.shape
@@ -100,7 +100,7 @@ def head_norm_rope(
             INTERLEAVED=interleaved,
             P=P,
             TURNED=turned,
-            TURNED_PAD=triton.next_power_of_2(turned),
+            TURNED_PAD=triton.next_power_of_2(max(turned, 1)),
             REST_PAD=triton.next_power_of_2(rest) if rest else 0,
             BLOCK_H=block,
             num_warps=2,

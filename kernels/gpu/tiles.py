@@ -98,7 +98,7 @@ def _chip(index: int) -> str:
 
 def target(device: torch.device) -> str:
     """The chip whose tiles serve tensors of this device; the interpreter takes those of sm_80."""
-    if device.type == "cpu":
+    if INTERPRETED or device.type == "cpu":
         return "sm_80"
     return _chip(device.index if device.index is not None else torch.cuda.current_device())
 
@@ -130,6 +130,8 @@ def product_tile(
         # Whole blocks of codes, several to a step so that enough bytes are in flight; as many as divide the columns.
         blocks, most = -(-K // NIBBLE_BLOCK), 4 if M <= 16 and not prompt else 1
         tile = tile._replace(BLOCK_K=NIBBLE_BLOCK * max(n for n in range(1, most + 1) if blocks % n == 0))
+        if chip == "sm_80" and not prompt:
+            tile = tile._replace(BLOCK_M=min(tile.BLOCK_M, 32))  # 64 rows of float32 spilled beside the codes
     elif format == "float32":
         # Twice the bytes, and no matrix instruction keeps all of float32: plain multiply-adds, small tiles.
         tile = tile._replace(BLOCK_M=min(tile.BLOCK_M, 32), BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)

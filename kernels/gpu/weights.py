@@ -25,14 +25,15 @@ from kernels.gpu.quantise import (
     value_dtype,
 )
 from kernels.gpu.tiles import NIBBLE_BLOCK, NIBBLE_FORMATS
+from kernels.reference.formats import MXFP4, Weight, stored_format
 
 AS_STORED = "as_stored"
 ACTIVATIONS = ("swiglu", "geglu_tanh", "clamped_swiglu", "relu")
 ALIGNMENT = 256  # bytes; every section of an expert begins on one
 
 
-def _format(weight: Tensor, format: str) -> str:
-    found = str(weight.dtype).removeprefix("torch.") if format == AS_STORED else format
+def _format(weight: Weight, format: str) -> str:
+    found = stored_format(weight) if format == AS_STORED else format
     if found not in FORMATS:
         raise ValueError(f"format: found {found!r}, expected {AS_STORED} or one of {', '.join(FORMATS)}")
     return found
@@ -55,36 +56,53 @@ class LinearWeight:
         return self.values.nbytes + (self.scales.nbytes if self.scales is not None else 0)
 
 
-def _operand(weight: Tensor, format: str) -> torch.dtype:
+def _operand(weight: Weight, format: str) -> torch.dtype:
     """float16 and float32 weights multiply as they are; codes as the dtype they were made from, never float32."""
     if format in FLOATS:
         return FLOATS[format]
-    return torch.float16 if weight.dtype is torch.float16 else torch.bfloat16
+    is_half = isinstance(weight, Tensor) and weight.dtype is torch.float16
+    return torch.float16 if is_half else torch.bfloat16
 
 
-def pack_linear(weight: Tensor, *, format: str = AS_STORED) -> LinearWeight:
+def _moved(weight: Weight, device: torch.device | None) -> Weight:
+    """A weight on this device, where it is encoded; None: where it is."""
+    if device is None:
+        return weight
+    if isinstance(weight, MXFP4):
+        return MXFP4(weight.blocks.to(device), weight.scales.to(device))
+    assert isinstance(weight, Tensor), "codes of the CPU's layouts are not packed again"
+    return weight.detach().to(device)
+
+
+def _device(weight: Weight) -> torch.device:
+    return weight.blocks.device if isinstance(weight, MXFP4) else weight.device  # type: ignore[union-attr]
+
+
+def pack_linear(weight: Weight, *, format: str = AS_STORED) -> LinearWeight:
     """Pack a weight [N, K] as checkpoints hold it, on its device."""
     return pack_linear_rows([weight], format=format)
 
 
-def pack_linear_rows(weights: Sequence[Tensor], *, format: str = AS_STORED) -> LinearWeight:
-    """Pack several weights [Ni, K] as one, rows one after another (q, k, v)."""
+def pack_linear_rows(
+    weights: Sequence[Weight], *, format: str = AS_STORED, device: torch.device | None = None
+) -> LinearWeight:
+    """Pack several weights [Ni, K] as one, rows one after another (q, k, v), on `device` or on theirs."""
     if not weights:
         raise ValueError("weights: found none, expected at least one")
     format = _format(weights[0], format)
-    N, K = sum(len(weight) for weight in weights), weights[0].shape[1]
+    N, K = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     shape, scale_shape = section_shapes(N, K, format)
-    device = weights[0].device
+    device = device or _device(weights[0])
     values = torch.empty(shape, dtype=value_dtype(format), device=device)
     scales = torch.empty(scale_shape, dtype=SCALE_DTYPE[format], device=device) if scale_shape else None
     begin = 0
     for weight in weights:  # one at a time: no second copy of the whole
-        part, part_scales = quantise(weight.detach(), format)
-        rows = slice(begin, begin + len(weight))
+        part, part_scales = quantise(_moved(weight, device), format)
+        rows = slice(begin, begin + weight.shape[0])
         (values[:, rows] if format in NIBBLE_FORMATS else values[rows]).copy_(part)
         if scales is not None and part_scales is not None:
             (scales[:, rows] if format in NIBBLE_FORMATS else scales[rows]).copy_(part_scales)
-        begin += len(weight)
+        begin += weight.shape[0]
     return LinearWeight(N, K, format, values, scales, _operand(weights[0], format))
 
 
@@ -202,9 +220,9 @@ class ExpertWeight:
 
 
 def pack_expert(
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
+    gate: Weight | None,
+    up: Weight,
+    down: Weight,
     *,
     format: str = AS_STORED,
     activation: str = "swiglu",
@@ -213,9 +231,10 @@ def pack_expert(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    device: torch.device | None = None,
 ) -> ExpertWeight:
-    """Pack one expert: gate and up [F, D], down [D, F]; biases [F], [F], [D]. "relu" has no gate; `alpha` and `limit`
-    belong to "clamped_swiglu".
+    """Pack one expert on `device`, or on that of `up`: gate and up [F, D], down [D, F]; biases [F], [F], [D]. "relu" has no
+    gate; `alpha` and `limit` belong to "clamped_swiglu".
 
     Strided weights are welcome: gate and up that lie row by row in turn (gpt_oss) come as `both[0::2]` and `both[1::2]`.
     """
@@ -234,8 +253,9 @@ def pack_expert(
     has_bias = any(bias is not None for bias in (gate_bias, up_bias, down_bias))
     highest = float("inf") if limit is None else limit
     layout = ExpertLayout(D, F, format, activation, has_bias, _operand(up, format), alpha, highest)
-    codes = [quantise(weight.detach(), format) for weight in (*inner, down)]
-    return _fill(layout, codes, [gate_bias, up_bias][-len(inner) :], down_bias, up.device)
+    device = device or _device(up)
+    codes = [quantise(_moved(weight, device), format) for weight in (*inner, down)]
+    return _fill(layout, codes, [gate_bias, up_bias][-len(inner) :], down_bias, device)
 
 
 def pack_mxfp4_expert(

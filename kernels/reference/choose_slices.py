@@ -29,7 +29,8 @@ def best_slices(scores: Tensor, tiers: Tensor) -> Tensor:
     first, which is the heavier one. A tier of k0 * N or more keeps all.
     """
     order = best_first(scores)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1]).expand_as(order))
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
     return (rank < tiers[:, None]).view_as(scores)
 
 
@@ -74,5 +75,5 @@ def choose_slices(
     found = activations.view(T, k0, N, activations.shape[1] // N)
     scores = slice_scores(gate_weights, found, slopes[ids], offsets[ids])
     kept = best_slices(scores, tiers)
-    masks.copy_((kept.int() << torch.arange(N, dtype=torch.int32)).sum(-1))
+    masks.copy_((kept.int() << torch.arange(N, dtype=torch.int32, device=kept.device)).sum(-1))
     dropped.copy_(dropped_mass(gate_weights, scores, kept))

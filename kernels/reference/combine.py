@@ -1,6 +1,7 @@
 """combine: expert order back to token order, weighted. experts: grouped_ffn and combine as one."""
 
 import math
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.reference.rounding import fma
+
+HOST = torch.device("cpu")
 
 
 def combine(expert_out: Tensor, slots: Tensor, gate_weights: Tensor, hidden: Tensor) -> None:
@@ -48,8 +51,14 @@ def experts_by(
     expert_out    [T*K, D]  float32, overwritten: row t*K + j is expert expert_ids[t, j] applied to x[t]
     """
     T, K = expert_ids.shape
-    rows = torch.arange(T, dtype=torch.int32).repeat_interleave(K)
+    rows, slots = slot_rows(T, K, x.device)
     backend.grouped_ffn(x, rows, expert_ids.view(-1), bank, expert_out)
-    slots = torch.arange(T * K, dtype=torch.int32).view(T, K)
     backend.combine(expert_out, slots, gate_weights, hidden)
     return math.isfinite(float(hidden.sum()))
+
+
+@lru_cache(maxsize=256)
+def slot_rows(T: int, K: int, device: torch.device = HOST) -> tuple[Tensor, Tensor]:
+    """The row of each routed slot [T*K] int32, and the slots themselves [T, K] int32. Not to be changed."""
+    slots = torch.arange(T * K, dtype=torch.int32, device=device)
+    return slots // K, slots.view(T, K)

@@ -235,9 +235,10 @@ rtt = "5 ms"
             'weight_format = "int3"',
             14,
             "[[node]] attic: weight_format",
-            "use as_stored, bfloat16, float16",
+            "use as_stored, bfloat16, bfloat16x2",
         ),
-        ('roles = ["experts"]', 'device = "cuda:0"', 14, "[[node]] attic: device", "use cpu"),
+        ('roles = ["experts"]', 'device = "tpu"', 14, "[[node]] attic: device", "use cpu, cuda or cuda:N"),
+        ('roles = ["experts"]', 'device = "cuda:x"', 14, "[[node]] attic: device", "use cpu, cuda or cuda:N"),
         (
             'roles = ["experts"]',
             "threads = 0",

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from topology import costs
-from topology.cluster import Cluster, Node
+from topology.cluster import GPU_RESERVE_BYTES, Cluster, Node
 from topology.costs import ModelFootprint
 from topology.errors import PlacementError
 from topology.explain import explain
@@ -323,6 +323,17 @@ def test_explain_adds_up_and_says_why() -> None:
     assert "neither trunk nor KV" in by_name["attic"] and "only here" in by_name["attic"]
     assert "answers requests" in by_name["home"]
     assert "does not have the role experts" in by_name["talker"]
+
+
+def test_a_gpu_keeps_room_for_what_is_no_tensor() -> None:
+    model = footprint()
+    pair = [
+        dataclasses.replace(node(name, 2 * GPU_RESERVE_BYTES), device=device)
+        for name, device in (("a", "cpu"), ("b", "cuda:1"))
+    ]
+    on_processor, on_gpu = plan_placement(cluster(*pair), model).nodes
+    assert on_gpu.process_bytes - on_processor.process_bytes == GPU_RESERVE_BYTES
+    assert on_gpu.planned_bytes <= on_gpu.memory_bytes
 
 
 def test_a_model_of_real_size_is_planned_on_twenty_nodes() -> None:

@@ -1,4 +1,6 @@
-"""paged_attention: decode by pieces and prompts by tiles, every option, and what must not be read."""
+"""paged_attention and biased_attention: by pieces, prompts by tiles, every option, and what must not be read."""
+
+import importlib
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from kernels.gpu import plain
 from tests.support.gpu import make_pages
 
 INT = torch.int32
+paged = importlib.import_module("kernels.gpu.paged_attention")  # the function has its name in the package
 LENGTHS = [90, 5, 300]  # inside a piece of 256, inside a block, across pieces
 OPTIONS = [
     (4, 2, 32, 32, {}, False),
@@ -75,6 +78,58 @@ def test_attention_is_the_references(random, close, reference, device, options):
     close(found.cpu(), expected)
     truth = plain.paged_attention(q, k_pages, v_pages, tables, requests, positions, 0.25, **options)
     close(truth.cpu(), expected)
+
+
+@pytest.mark.parametrize("H, G, P, Pv, most", [(4, 2, 16, 20, 5), (3, 3, 24, 24, 40), (20, 1, 16, 16, 300)])
+def test_biased_attention_adds_what_the_distance_says(random, close, device, H, G, P, Pv, most):
+    """Rows of an encoder see what is behind them too, and rows of a decoder what is before all of it."""
+    k_pages, v_pages, tables = make_pages(random, device, [300, 20, 7], G, P, Pv)
+    _, own, requests, owns = rows_of([(1, range(20)), (0, [299, 3]), (2, [6, 0, 2])], device)
+    last = [19] * 20 + [299, 270, 6, 6, 4]
+    lasts, bias = torch.tensor(last, dtype=INT, device=device), random(H, 2 * most + 1)
+    q = random(len(own), H, P)
+    rows = tables, requests, lasts, 0.3
+    expected = plain.paged_attention(q, k_pages, v_pages, *rows, bias=bias, own_position=owns)
+    found = gpu.biased_attention(q, k_pages, v_pages, *rows, bias, owns)
+    close(found, expected)
+    for t in (0, 7, 20, 24):
+        alone = gpu.biased_attention(
+            q[t : t + 1], k_pages, v_pages, tables, requests[t : t + 1], lasts[t : t + 1], 0.3, bias,
+            owns[t : t + 1],
+        )  # fmt: skip
+        assert torch.equal(alone[0], found[t])
+
+
+def test_biased_attention_is_the_references(random, close, reference, device):
+    k_pages, v_pages, tables = make_pages(random, device, [40, 3], 2, 16, 20)
+    _, _, requests, positions = rows_of([(0, [39, 10]), (1, [2])], device)
+    own = torch.tensor([12, 10, 9], dtype=INT, device=device)
+    q, bias = random(3, 4, 16), random(4, 13)
+    host = (x.cpu() for x in (tables, requests, positions))
+    keys = k_pages.nan_to_num().transpose(2, 3).contiguous().cpu()  # there tokens are the lanes of keys
+    values = v_pages.nan_to_num().cpu()
+    expected = ops.biased_attention(q.cpu(), keys, values, *host, 0.25, bias.cpu(), own.cpu())
+    found = gpu.biased_attention(q, k_pages, v_pages, tables, requests, positions, 0.25, bias, own)
+    close(found.cpu(), expected)
+
+
+def test_more_rows_than_the_pieces_of_one_launch_have_room_for(random, device, monkeypatch):
+    k_pages, v_pages, tables = make_pages(random, device, [60, 9], 1, 16, 16)
+    _, _, requests, positions = rows_of([(0, range(60)), (1, range(9))], device)
+    q = random(69, 2, 16)
+    rows = tables, requests, positions, 0.25
+    at_once = gpu.paged_attention(q, k_pages, v_pages, *rows)
+    monkeypatch.setattr(paged, "PART_VALUES", 16 * 2 * 16 * 2)
+    assert torch.equal(gpu.paged_attention(q, k_pages, v_pages, *rows), at_once)
+
+
+def test_heads_of_the_result_may_be_strided(random, close, device):
+    k_pages, v_pages, tables = make_pages(random, device, [20], 2, 16, 16)
+    _, _, requests, positions = rows_of([(0, [19, 3])], device)
+    q, wide = random(2, 4, 16), torch.zeros(2, 4, 24, device=device)
+    expected = gpu.paged_attention(q, k_pages, v_pages, tables, requests, positions, 0.25)
+    gpu.paged_attention(q, k_pages, v_pages, tables, requests, positions, 0.25, out=wide[..., :16])
+    assert torch.equal(wide[..., :16], expected) and not wide[..., 16:].any()
 
 
 def test_a_row_that_sees_only_its_sink_and_itself(random, close, device):

@@ -65,6 +65,22 @@ def test_an_attention_row(random, device):
             assert_same(batch, row, attend(batch), alone)
 
 
+def test_rows_of_a_prompt_share_tiles_and_keep_their_bits(random, device):
+    """Whatever rows of the request run in the step, and whoever stands between them."""
+    k_pages, v_pages, tables = make_pages(random, device, [290, 40], 1, 16, 16)
+    where = [(0, p) for p in range(250, 290)] + [(1, p) for p in range(40)]
+    where = torch.tensor(where, dtype=torch.int32, device=device)
+    q, options = random(80, 4, 16), {"window": 45, "sinks": random(4)}
+
+    def attend(batch):
+        request, position = where[batch].T.contiguous()
+        return gpu.paged_attention(q[batch], k_pages, v_pages, tables, request, position, 0.2, **options)
+
+    whole = attend(torch.arange(80, device=device))
+    for batch in ([3], [0, 1, 2, 3, 4], [79, 5, 6, 7, 41, 42, 8], list(range(7, 20))):
+        assert torch.equal(attend(torch.tensor(batch, device=device)), whole[batch])
+
+
 def test_a_prompt_row_does_not_depend_on_its_tile(random, device):
     k_pages, v_pages, tables = make_pages(random, device, [120], 1, 32, 32)
     q = random(120, 2, 32)
