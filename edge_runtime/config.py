@@ -15,6 +15,7 @@ import psutil
 from edge_runtime.errors import ConfigError
 
 TOPOLOGY_VARIABLE = "EDGE_RUNTIME_TOPOLOGY"
+SHAPE_VARIABLE = "EDGE_SHAPE"
 STATE_VARIABLE = "EDGE_RUNTIME_STATE"
 DEFAULT_TOPOLOGY = Path("topology.toml")
 

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 
@@ -21,6 +20,7 @@ from edge_runtime import limits
 from edge_runtime.client import Client
 from edge_runtime.clock import Clock
 from edge_runtime.config import (
+    SHAPE_VARIABLE,
     STATE_VARIABLE,
     ProcessRecord,
     forget_snapshot,
@@ -43,6 +43,7 @@ COORDINATOR = "coordinator"
 END_CLUSTER = (
     signal.SIGUSR1
 )  # for a coordinator: it ends answers too, which SIGTERM leaves to the next coordinator
+SHAPED = "shaped"  # file in the folder of records of a cluster whose links are as slow as its file says
 LIMITED = "limited"  # file in the folder of records of a cluster whose nodes are held to their limits
 REPORT_S = 2.0
 REPEAT_S = 10.0  # after which what was said already is said again
@@ -116,9 +117,14 @@ def _start_all(cluster: Cluster, topology_path: Path, directory: Path, limited: 
     try:
         for name in (COORDINATOR, *cluster.node_names):
             local.processes[name] = _start(name, threads.get(name, 1), topology_path, directory)
-        (directory / LIMITED).unlink(missing_ok=True)
+        for marker, is_set in (
+            (SHAPED, bool(os.environ.get(SHAPE_VARIABLE))),
+            (LIMITED, limited is not None),
+        ):
+            (directory / marker).unlink(missing_ok=True)  # they are for nodes that come later
+            if is_set:
+                (directory / marker).touch()
         if limited is not None:
-            (directory / LIMITED).touch()  # for nodes that come later
             _hold(local, cluster, limited)
     except BaseException:
         for process in local.processes.values():
@@ -148,7 +154,9 @@ def start_nodes(
     local = LocalCluster(directory, {})
     threads = {node.name: node.threads for node in cluster.nodes}
     for name in names:
-        local.processes[name] = _start(name, threads[name], topology_path, directory)
+        local.processes[name] = _start(
+            name, threads[name], topology_path, directory, is_shaped=(directory / SHAPED).exists()
+        )
     if (directory / LIMITED).exists():
         _hold(local, cluster, say)
     return local
@@ -175,7 +183,9 @@ def await_end(
     return stopped
 
 
-def _start(name: str, num_threads: int, topology_path: Path, directory: Path) -> subprocess.Popen[bytes]:
+def _start(
+    name: str, num_threads: int, topology_path: Path, directory: Path, *, is_shaped: bool = False
+) -> subprocess.Popen[bytes]:
     words = [COORDINATOR] if name == COORDINATOR else ["node", name]
     with log_path(directory, name).open("wb") as log_file:
         process = subprocess.Popen(
@@ -189,6 +199,7 @@ def _start(name: str, num_threads: int, topology_path: Path, directory: Path) ->
                 OMP_NUM_THREADS=str(num_threads),
                 PYTHONUNBUFFERED="1",
                 **{STATE_VARIABLE: str(directory.parent)},
+                **({SHAPE_VARIABLE: "1"} if is_shaped else {}),
             ),
             start_new_session=True,
         )
@@ -269,16 +280,22 @@ def wait_ready(
             client.close()
 
 
-def watch(local: LocalCluster, clock: Clock, report: Callable[[str], None]) -> NoReturn:
-    """Tell of each process that ends, until all have (ClusterError). Ends by the signal that ends the command."""
-    told: set[str] = set()
+def watch(local: LocalCluster, clock: Clock, report: Callable[[str], None]) -> None:
+    """Tell of each process that ends, until all have: by themselves (ClusterError), or stopped from elsewhere.
+
+    Else it ends by the signal that ends the command.
+    """
+    told: dict[str, int] = {}
     while True:
         for name, process in local.processes.items():
             code = process.poll()
             if code is not None and name not in told:
-                told.add(name)
-                report(_ended_line(local, name, code, last_log_line(log_path(local.directory, name))))
+                told[name] = code
+                line = last_log_line(log_path(local.directory, name))
+                report(_ended_line(local, name, code, line) if code else f"{name} has stopped")
         if len(told) == len(local.processes):
+            if not any(told.values()):
+                return
             raise ClusterError(f"every process of the cluster has ended; the logs are in {local.directory}")
         clock.sleep(POLL_S)
 

@@ -95,12 +95,12 @@ def _prompt_from_line(
         raise RequestError(f"not JSON: {error}") from error
     if not isinstance(entry, dict):
         raise RequestError(f"found {type(entry).__name__}, expected an object with `prompt`")
+    _refuse_misspelt(entry)
     given = [key for key in PROMPT_KEYS if entry.get(key) is not None]
     if len(given) != 1:
         raise RequestError(
             f"found {' and '.join(given) or 'none'} of {', '.join(PROMPT_KEYS)}, expected exactly one"
         )
-    _refuse_misspelt(entry)
     options = dict(sampling) | {key: entry[key] for key in SAMPLING_KEYS if key in entry}
     if isinstance(options.get("stop"), str):
         options["stop"] = [options["stop"]]

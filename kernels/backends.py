@@ -168,7 +168,7 @@ def use_device(name: str, environment: Mapping[str, str] = os.environ) -> None:
     if index >= len(there):
         what = "; ".join(there) if there else f"no GPU (torch {torch.__version__})"
         raise ValueError(
-            f"device: found {name!r}, but torch sees {what} on this machine; use one that is there"
+            f'device: found {name!r}, but torch sees {what} on this machine; write "cpu", or install a torch for its GPU'
         )
     try:
         use("triton", torch.device("cuda", index))

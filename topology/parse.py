@@ -132,6 +132,8 @@ def parse_cluster(
     for key in ("gate", "split_tiers"):
         if cluster.get(key) and not cluster.get("sub_experts"):
             page.fault(("cluster", key), "counts only with sub_experts = true")
+    for index, node in enumerate(nodes):
+        _check_device(page, index, node, cluster)
     if routing.get("lanes") and not cluster.get("sub_experts"):
         page.fault(("routing", "lanes"), "lanes are of tiers, so they need sub_experts = true in [cluster]")
     if page.faults:
@@ -196,7 +198,12 @@ def _check_nodes(page: Page, cluster: Values, nodes: list[Values]) -> None:
             page.fault(
                 ("node", index, "memory"),
                 f"{units.format_bytes(node['memory_bytes'])} leave nothing for the model: the process has "
-                f"{units.format_bytes(reserve)} reserved ([cluster] process_reserve)",
+                f"{units.format_bytes(reserve)} reserved ([cluster] process_reserve"
+                + (
+                    ")"
+                    if device == "cpu"
+                    else f", and {units.format_bytes(GPU_RESERVE_BYTES)} that a GPU takes)"
+                ),
             )
 
     readable = [node.get("roles", frozenset(ROLES)) for node in nodes]
@@ -204,6 +211,17 @@ def _check_nodes(page: Page, cluster: Values, nodes: list[Values]) -> None:
     for role, consequence in ((DECODE, "could answer a request"), (EXPERTS, "could hold an expert")):
         if nodes and not unreadable and not any(role in roles for roles in readable):
             page.fault(("node", 0, "roles"), f'no node has the role "{role}", so none {consequence}')
+
+
+def _check_device(page: Page, index: int, node: Values, cluster: Values) -> None:
+    """What no GPU does."""
+    if node.get("device", Node.device) == "cpu":
+        return
+    for key in ("weight_format", "trunk_format"):
+        if node.get(key) == "bfloat16x2":
+            page.fault(("node", index, key), "bfloat16x2 is for processors; nodes on a GPU keep bfloat16")
+    if cluster.get("gate") == "linear":
+        page.fault(("node", index, "device"), 'the tuned gate (gate = "linear") runs on processors only')
 
 
 def _check_links(page: Page, nodes: list[Values], links: list[Values]) -> None:

@@ -188,15 +188,35 @@ def choose_plan(
         if error is not None:
             raise error
         lay_out(cluster, footprint, epoch=epoch, pins=pins, traits=traits)  # says what is short
-        raise PlacementError(
-            f'no plan of the kind "{cluster.plan}" fits these nodes', needed_bytes=0, available_bytes=0
-        )
+        raise _nothing_of_this_kind(cluster, footprint)
     return replace(
         best,
         left_out=search.why_left_out(chosen),
         others=_best_of_each_kind(candidates),
         refused=tuple(refused),
     )
+
+
+def _nothing_of_this_kind(cluster: Cluster, footprint: ModelFootprint) -> PlacementError:
+    """Why a file's plan has no layout where a home with experts elsewhere has one."""
+    homes = [node for node in cluster.nodes if DECODE in node.roles]
+    said = f'no plan of the kind "{cluster.plan}" fits these nodes'
+    if cluster.plan == "solo":
+        roomiest = max(homes, key=lambda node: node.memory_bytes)
+        alone = replace(cluster, nodes=(roomiest,), links=(), pins=(), plan="home")
+        try:
+            lay_out(alone, footprint, epoch=0)
+        except PlacementError as short:
+            return PlacementError(
+                f"{said}: none holds the whole model; {short}",
+                node=roomiest.name,
+                needed_bytes=short.needed_bytes,
+                available_bytes=short.available_bytes,
+            )
+    wanted = cluster.stages or 2
+    if cluster.plan == "stages" and len(homes) < wanted:
+        said = f"{said}: {wanted} stages need as many nodes with the role decode, found {len(homes)}"
+    return PlacementError(said, needed_bytes=0, available_bytes=0)
 
 
 def why_left_out(

@@ -12,7 +12,6 @@ import click
 
 from edge_runtime.clock import SystemClock
 from edge_runtime.commands.shared import (
-    SHAPE_VARIABLE,
     connect,
     example,
     keys_of,
@@ -24,7 +23,13 @@ from edge_runtime.commands.shared import (
     shape_option,
     topology_option,
 )
-from edge_runtime.config import read_snapshot, resolve_topology_path, state_dir, write_snapshot
+from edge_runtime.config import (
+    SHAPE_VARIABLE,
+    read_snapshot,
+    resolve_topology_path,
+    state_dir,
+    write_snapshot,
+)
 from edge_runtime.errors import ConfigError
 from edge_runtime.log import setup_logging
 from topology.cluster import find_node

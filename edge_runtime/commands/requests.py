@@ -200,9 +200,13 @@ def batch(
     cluster = read_cluster(resolve_topology_path(topology))
     elasticity = _elasticity(cluster)
     keys = ("k", "sub_experts", "service")
-    asked = [{key: prompt.sampling.get(key) for key in keys} for prompt in prompts]
     full = elasticity.full_tier if elasticity is not None else 1
-    tiers = [tier_of(elasticity, **each) or full for each in asked]
+    tiers = []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            tiers.append(tier_of(elasticity, **{key: prompt.sampling.get(key) for key in keys}) or full)
+        except RequestError as error:
+            raise RequestError(f"{file}, prompt {number}: {error}") from error
     homes = sum("decode" in node.roles for node in cluster.nodes)
     with open_client(cluster) as client:
         connect(client)
@@ -248,9 +252,9 @@ def _say_trace(result: dict[str, Any]) -> None:
         say(f"  {name} ({did['role']}): {did['expert_slots']} expert slots, {did['share']:.1%} of all")
     say(f"  gate weight {_shares(bill)}")
     if bill.get("K"):
-        say(
-            f"  {bill['K']} sub-experts per token and layer; {bill['dropped']:.1%} of the gate weight left out"
-        )
+        ran = float(bill.get("K_run", bill["K"]))
+        more = f"; {ran:.1f} ran, since the budget covers no less" if ran > bill["K"] + 0.05 else ""
+        say(f"  {bill['K']} sub-experts per token and layer{more}")
     if bill.get("budget_spent"):
         say(f"  quality spent {bill['budget_spent']:.4f}, {bill['budget_left']:.4f} left")
     for entry in result.get("trace") or ():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edge_runtime.clock import SystemClock
-from edge_runtime.config import last_good_text, remember_good
+from edge_runtime.config import SHAPE_VARIABLE, last_good_text, remember_good
 from edge_runtime.errors import DeadlinePassed
 from topology.cluster import Cluster
 from topology.errors import TopologyError
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from edge_runtime.client import Client
     from edge_runtime.transport.keys import Keys
 
-SHAPE_VARIABLE = "EDGE_SHAPE"
 CONNECT_S = 5.0
 QUIET_S = 2.0  # a longer wait says what it waits for
 

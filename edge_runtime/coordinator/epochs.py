@@ -171,10 +171,16 @@ class Epochs:
         return measured_of(reports, self.observed, reports)
 
     def _released_unheard(self, beat: states.Beat) -> list[Command]:
-        """A node that was not there when the placement it steps by was released is told now."""
+        """A node that was not there when the placement it steps by was released is told now.
+
+        One with a part in the placement that counts loads that part, and gives the old one back when it changes over:
+        told before, it would end the answers that go on meanwhile.
+        """
         record, epoch = self.state.nodes.get(beat.name), beat.report.epoch
         is_here = record is not None and record.phase in HERE
-        is_over = 0 < epoch < self.active and epoch not in self.plans
+        is_over = (
+            0 < epoch < self.active and epoch not in self.plans and plan_of(self.placement, beat.name) is None
+        )
         return [SendRelease(beat.name, epoch)] if is_here and is_over else []
 
     def _observe(self, beat: states.Beat) -> None:

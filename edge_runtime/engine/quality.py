@@ -186,9 +186,9 @@ class QualityBooks:
         )
         table = np.stack([(weights * way).sum(axis=1) for way in ways], axis=1)
         if self._left_out is not None:  # of what ran in whatever way, as much less as was left out
-            gone = np.minimum(self._left_out.astype(np.float64), table.sum(axis=1))
-            table *= 1 - (gone / np.maximum(table.sum(axis=1), 1e-12))[:, None]
-            table[:, WAYS.index("dropped")] += gone
+            gone, total = np.minimum(self._left_out.astype(np.float64), 1.0), table.sum(axis=1)
+            table *= 1 - gone[:, None]
+            table[:, WAYS.index("dropped")] += gone * total
         self._layers.append((layer, table))
 
     def end_step(self, plan: StepPlan) -> None:

@@ -389,6 +389,8 @@ class NodeDaemon:
                 for other in set(self._shares) - {before, epoch}:  # of a change that was called off unheard
                     self._release(other)
             case Release(epoch=epoch):
+                if epoch == self._active and (self._loader is not None or self._next_deploy is not None):
+                    return  # what is being loaded takes the answers over, and gives this back
                 if epoch == self._active:  # we were lost meanwhile, and the others went on without us
                     self._stop_engine("has no part in the placement any more")
                     self._active = 0
@@ -544,6 +546,7 @@ class NodeDaemon:
             self._stop_engine("answers no more requests", is_planned=True)
             then()
         elif self._engine is None:
+            _begin_anew(share)
             self._engine = EngineThread(
                 share.engine, lambda outputs: self._post(lambda: self._take_outputs(outputs)), self._wake_up
             )
@@ -806,3 +809,13 @@ class NodeDaemon:
 def _take_blocks(engine: Engine, hashes: Sequence[bytes], blocks: Blocks) -> None:
     if engine.blocks is not None:
         engine.blocks.take(hashes, blocks)
+
+
+def _begin_anew(share: LoadedShare) -> None:
+    """Of an engine whose thread was stopped: its requests went elsewhere then, and it worked by another placement."""
+    engine = share.engine
+    assert engine is not None, "who starts it has looked"
+    for request in engine.scheduler.requests():
+        engine.abort(request.request_id)
+    if share.runner is not None and share.runner.port is not share.experts:
+        share.switch_to(engine)

@@ -172,6 +172,27 @@ def test_answers_of_a_home_that_is_lost_together_with_the_coordinator_are_gone_o
     assert all(len(answer["token_ids"]) == NUM_TOKENS for answer in answers)
 
 
+def test_answers_go_on_while_the_file_was_edited_before_the_coordinator_came_back(
+    whole_lenders: LocalCluster, texts: list[str]
+) -> None:
+    before = whole_lenders.topology.read_text()
+    streams = start_streams(whole_lenders)
+    whole_lenders.kill("coordinator")
+    whole_lenders.forget_coordinator()
+    whole_lenders.topology.write_text(before.replace('"371 MiB"', '"366 MiB"', 1))  # other experts for all
+    try:
+        whole_lenders.start_coordinator()
+        finished = streams.finish(deadline_s=60.0)
+        assert finished.exit_code == 0, finished
+        assert [answer["text"] for answer in read_json_lines(finished.stdout)] == texts
+        whole_lenders.wait_until_ready()
+        assert whole_lenders.status()["epoch"] > 1
+        assert undisturbed(whole_lenders) == texts
+    finally:
+        whole_lenders.topology.write_text(before)
+        whole_lenders.cli("apply", whole_lenders.topology, deadline_s=60.0)
+
+
 def test_a_coordinator_that_is_started_anew_goes_on_with_the_file_that_was_applied(
     whole_lenders: LocalCluster, texts: list[str]
 ) -> None:

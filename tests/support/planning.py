@@ -167,7 +167,7 @@ def even_stages(names: tuple[str, ...], num_layers: int) -> GroupPlan:
 
 
 def fixed_plans(cluster: Cluster, footprint: ModelFootprint) -> dict[str, tuple[GroupPlan, ...]]:
-    """The plans that issue 4 compares: solo or one home on the first node, 2 and 4 even stages."""
+    """The plans that are compared: solo or one home on the first node, 2 and 4 even stages."""
     names = tuple(n.name for n in cluster.nodes if "decode" in n.roles)
     counts = [count for count in (1, 2, 4) if count <= min(len(names), footprint.num_layers)]
     called = {1: "one home", 2: "2 stages", 4: "4 stages"}

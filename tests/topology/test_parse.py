@@ -599,3 +599,25 @@ def test_routing_that_cannot_be_is_refused_with_its_line(line, told):
         parse_cluster(f"{GOOD}\n[routing]\n{line}\n")
     [fault] = caught.value.faults
     assert told in fault.message and fault.line == GOOD.count("\n") + 3
+
+
+@pytest.mark.parametrize(
+    ("edit", "key"),
+    [
+        (("device", 'weight_format = "bfloat16x2"\ndevice'), "weight_format"),
+        (("[cluster]", '[cluster]\nsub_experts = true\ngate = "linear"'), "device"),
+    ],
+)
+def test_what_no_gpu_does_is_told_of_the_file(edit: tuple[str, str], key: str) -> None:
+    text = """[cluster]
+name = "a"
+model = "m"
+[[node]]
+name = "tower"
+address = "127.0.0.1:5551"
+memory = "2 GiB"
+device = "cuda"
+"""
+    with pytest.raises(ClusterFileError) as refused:
+        parse_cluster(text.replace(*edit, 1), source="topology.toml")
+    assert [fault.key for fault in refused.value.faults] == [f"[[node]] tower: {key}"]

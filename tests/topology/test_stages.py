@@ -277,8 +277,15 @@ def test_plan_words_of_the_file_limit_the_choice() -> None:
     }
     assert kinds["home"] == HOMES and kinds["solo"] == SOLO and kinds["stages"] == STAGES
     assert kinds["auto"] in (SOLO, HOMES)
-    with pytest.raises(PlacementError, match='no plan of the kind "stages" fits'):
+    with pytest.raises(PlacementError, match='no plan of the kind "stages" fits.* 2 stages need .* found 1'):
         choose_plan(replace(built, plan="stages", nodes=built.nodes[:1]), DEMO)
+    alone = choose_plan(replace(built, plan="solo"), DEMO).placement.nodes[0].planned_bytes
+    narrow = replace(built, plan="solo", nodes=tuple(node(n, alone * 3 // 4) for n in ("a", "b")))
+    with pytest.raises(
+        PlacementError, match='no plan of the kind "solo" fits.*none holds the whole model'
+    ) as short:
+        choose_plan(narrow, DEMO)
+    assert short.value.needed_bytes > short.value.available_bytes > 0
 
 
 def test_an_earlier_plan_stays_while_it_is_nearly_as_good() -> None:

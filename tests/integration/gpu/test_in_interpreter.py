@@ -33,7 +33,7 @@ def test_the_processor_is_always_there():
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 def test_a_device_that_is_not_there_is_refused_in_one_sentence(name):
     with pytest.raises(
-        ValueError, match=rf"device: found '{name}', but torch sees no GPU .*use one that is there"
+        ValueError, match=rf"device: found '{name}', but torch sees no GPU .*install a torch for its GPU"
     ):
         backends.use_device(name, {})
 

@@ -66,7 +66,7 @@ def test_a_peers_rows_come_and_go_by_the_hosts_memory(folder, device):
     assert found.tokens == expected.tokens and distance(found.logits, expected.logits) < BOUND
 
 
-def test_an_encoder_decoder_in_two_stages_answers_as_on_the_processor(tmp_path, device):
+def test_an_encoder_decoder_answers_as_on_the_processor(tmp_path, device):
     sizes = {
         "num_layers": 1,
         "num_decoder_layers": 1,
@@ -78,7 +78,7 @@ def test_an_encoder_decoder_in_two_stages_answers_as_on_the_processor(tmp_path, 
     expected = answer(whole_by("native", path), prompt, max_tokens=2)
     backends.use("triton", device)
     own = whole_by("stays", path)
-    found = answer(own, prompt, max_tokens=2, engine=engine_of(own, cuts=[1], num_blocks=24))
+    found = answer(own, prompt, max_tokens=2, engine=engine_of(own, num_blocks=24))
     assert found.tokens == expected.tokens and distance(found.logits, expected.logits) < BOUND
 
 
