@@ -48,10 +48,11 @@ class AttentionParts(NamedTuple):
 class AttentionSegment:
     """One layer's attention and gate. Made by `bind_attention_segment`; keeps its tensors alive."""
 
-    def __init__(self, parts: AttentionParts, bound: Any, run: Any) -> None:
+    def __init__(self, parts: AttentionParts, bound: Any, backend: Any) -> None:
         self.parts = parts
-        self._bound = bound
-        self._run = run
+        self.bound = bound  # the backend's own, for `kernels.layer_runs`
+        self.backend = backend
+        self._run = backend.attention_segment
 
     @property
     def buffer_floats(self) -> int:
@@ -85,7 +86,7 @@ class AttentionSegment:
         Positions, slots, requests and blocks that point nowhere: ValueError, and nothing is written.
         """
         rows = positions, slots, row_request, block_tables, buffer, logits, ids, weights, counts, counted
-        if not self._run(self._bound, hidden, x, *rows):
+        if not self._run(self.bound, hidden, x, *rows):
             given = {
                 "hidden": hidden,
                 "x": x,
@@ -131,7 +132,7 @@ def bind_attention_segment(parts: AttentionParts) -> AttentionSegment | None:
         "v_pages": parts.pages[1],
         "rule": tuple(parts.rule),
     }
-    return AttentionSegment(parts, serving.AttentionSegment(given), serving.attention_segment)
+    return AttentionSegment(parts, serving.AttentionSegment(given), serving)
 
 
 def _check(parts: AttentionParts) -> bool:

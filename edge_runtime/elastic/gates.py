@@ -4,7 +4,7 @@ Holds the gate neurons of all experts of a layer, also of those that other nodes
 request.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from edge_runtime.model.build import read_neurons
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.moe import Slices
 from kernels import slices
+from kernels.layer_runs import SliceGate
 from kernels.ops import ExpertBank
 from kernels.transfers import on_device, on_host
 from topology.ids import ExpertId
@@ -39,12 +40,6 @@ class SlicedRows(NamedTuple):
     ran: Tensor
     expert_ids: Tensor | None = None
     gate_weights: Tensor | None = None
-
-
-class _LayerGate(NamedTuple):
-    neurons: ExpertBank  # of N * r neurons each, slice after slice
-    slopes: Tensor  # [E, N] float32
-    offsets: Tensor  # [E, N] float32
 
 
 class TierGates:
@@ -86,6 +81,25 @@ class TierGates:
         """
         raise NotImplementedError
 
+    def layer(self, layer: int) -> SliceGate | None:
+        """What chooses slices of the experts that the model's gate chose, where that is how it is done; else None."""
+        return None
+
+    def wanted_by_layer(self, layers: range, tiers: Tensor) -> Tensor | None:
+        """`wanted` of every layer: [layers, T] int32; None if all rows run everything everywhere."""
+        full = self.elasticity.full_tier
+        found = [self.wanted(layer, tiers) if self.layer(layer) is not None else None for layer in layers]
+        if all(each is None for each in found):
+            return None
+        whole = torch.full(tiers.shape, full, dtype=torch.int32)
+        return torch.stack([whole if each is None else each for each in found])
+
+    def lost_by_layer(self, layers: Sequence[int], dropped: NDArray[np.float32]) -> NDArray[np.float64]:
+        """`lost` of several layers: dropped and found are [layers, T]."""
+        prices = np.array([self._drop_loss.get(layer, 0.0) for layer in layers])
+        share = dropped.astype(np.float64)
+        return prices[:, None] * (share * share if self._power == 2.0 else share)
+
     def lost(self, layer: int, dropped: Tensor) -> NDArray[np.float64]:
         """The loss that is expected of shares of gate weight that are left out."""
         share = on_host(dropped).numpy().astype(np.float64)
@@ -111,7 +125,7 @@ class ProxyGates(TierGates):
         spec = checkpoint.spec
         gate = next(layer.gate for layer in spec.layers if layer.gate is not None)
         super().__init__(parts, gate.top_k)
-        self._layers: dict[int, _LayerGate] = {}
+        self._layers: dict[int, SliceGate] = {}
         N, r = parts.num_parts, parts.gate_neurons
         for layer in layers:
             if layer not in parts.layers:
@@ -123,12 +137,16 @@ class ProxyGates(TierGates):
             for expert in range(E):
                 neurons = each.permutation[expert][first]
                 bank.set(expert, read_neurons(checkpoint, ExpertId(layer, expert), neurons))
-            self._layers[layer] = _LayerGate(bank, on_device(each.slopes), on_device(each.offsets))
+            self._layers[layer] = SliceGate(bank, on_device(each.slopes), on_device(each.offsets))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all gate neurons."""
         return sum(each.neurons.nbytes for each in self._layers.values())
+
+    def layer(self, layer: int) -> SliceGate | None:
+        """See TierGates."""
+        return self._layers.get(layer)
 
     def choose(
         self,
@@ -146,9 +164,7 @@ class ProxyGates(TierGates):
             return None
 
         def chosen(at: Tensor | slice, K: Tensor) -> tuple[Tensor, Tensor]:
-            return slices.choose_by_neurons(
-                x[at], expert_ids[at], gate_weights[at], found.neurons, found.slopes, found.offsets, K
-            )
+            return slices.choose_by_neurons(x[at], expert_ids[at], gate_weights[at], *found, K)
 
         masks, dropped = chosen(slice(None), wanted)
         lost = self.lost(layer, dropped)

@@ -64,6 +64,14 @@ class ServedWeight:
         self._step[0] += rows * num_layers
         self._step[1] += rows * (num_layers * num_slots)
 
+    def add_home_layers(self, gate_weights: np.ndarray) -> None:
+        """Count layers that the home served alone. gate_weights [layers, T, K] float32."""
+        num_layers, _, num_slots = gate_weights.shape
+        base, size = self._base.ravel(), self._step.shape[1]
+        weight = gate_weights.sum(axis=(0, 2), dtype=np.float64)
+        self._step[0] += np.bincount(base, weights=weight, minlength=size)
+        self._step[1] += np.bincount(base, minlength=size) * (num_layers * num_slots)
+
     def of_step(self, num_slices: int) -> np.ndarray:
         """[2, S, N] float64: weight and slots of the step's slices so far, by host; a view."""
         return self._step.reshape(2, num_slices, self.num_hosts)

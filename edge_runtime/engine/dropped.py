@@ -39,11 +39,13 @@ class DroppedMass:
 
     def add_layer(self, dropped: np.ndarray, lost: np.ndarray, ran: np.ndarray) -> None:
         """Count one routed layer, [T] each: share of a row's gate weight, what is expected of that, slices that ran."""
-        mass, loss, slices = self._sums
-        mass += dropped
-        loss += lost
-        slices += ran
-        self._num_layers += 1
+        self.add_layers(dropped[None], lost[None], ran[None])
+
+    def add_layers(self, dropped: np.ndarray, lost: np.ndarray, ran: np.ndarray) -> None:
+        """Count routed layers, [layers, T] each."""
+        for sums, added in zip(self._sums, (dropped, lost, ran), strict=True):
+            sums += added.sum(axis=0, dtype=np.float64)
+        self._num_layers += len(dropped)
 
     def of_step(self) -> list[tuple[float, float, float, float]]:
         """Mass, loss, slices that ran, and rows times layers, of each slice of the step so far."""

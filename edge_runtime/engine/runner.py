@@ -19,7 +19,15 @@ from edge_runtime.clock import Clock
 from edge_runtime.elastic.gates import SlicedRows, TierGates
 from edge_runtime.engine.bill import Account, ServedWeight
 from edge_runtime.engine.dropped import Dropped, DroppedMass
+from edge_runtime.engine.graphs import Span
 from edge_runtime.engine.plan import StepPlan
+from edge_runtime.engine.prepared import (
+    AttentionSegment,
+    ExpertsSegment,
+    PreparedSpan,
+    PreparedSteps,
+    run_span,
+)
 from edge_runtime.engine.quality import QualityBooks
 from edge_runtime.engine.request import Request
 from edge_runtime.engine.request_table import RequestTable, StepRows
@@ -28,6 +36,7 @@ from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.encoder_decoder import two_halves
 from edge_runtime.model.moe import ExpertPort, Missing, Owed, joined
 from kernels import ops
+from kernels.layer_runs import LayerRun
 from kernels.transfers import on_device, on_host
 
 
@@ -102,6 +111,7 @@ class Runner:
     books       what requests may spend of quality, and have spent; None: every slot is exact
     pages       where the decoder keeps keys and values, for those who hand blocks on
     gates       who chooses the slices of rows at a tier; None where experts are whole
+    joins       layers between which nobody is asked run as one call; see `prepared`
     dropped     what those rows left out
     """
 
@@ -114,17 +124,27 @@ class Runner:
     books: QualityBooks | None = None
     pages: KVPages | None = None
     gates: TierGates | None = None
+    joins: bool = True
     dropped: DroppedMass = field(default_factory=DroppedMass)
 
     def __post_init__(self) -> None:
+        self._prepared: PreparedSteps | None = None
         self._served = ServedWeight(len(self.port.host_names))
         routed = [index for index, layer in enumerate(self.decoder.spec.layers) if layer.gate is not None]
         mine = [index for index in routed if self.first_layer <= index < self.last_layer]
         self._routed_after = {index: len(mine) - place for place, index in enumerate(mine)}
         self._weight_is_one = {
-            index: layer.gate is not None and layer.gate.weights_sum_to_one
+            index: None if layer.gate is None else layer.gate.weights_sum_to_one
             for index, layer in enumerate(self.decoder.spec.layers)
         }
+
+    @property
+    def prepared(self) -> PreparedSteps:
+        """The segments of its steps, made anew when other gates choose."""
+        found = self._prepared
+        if found is None or found.gates is not self.gates or found.joins != self.joins:
+            found = self._prepared = PreparedSteps(self.decoder, self.gates, joins=self.joins)
+        return found
 
     @property
     def first_layer(self) -> int:
@@ -216,85 +236,151 @@ class Runner:
         shape = (len(rows.positions), self.decoder.spec.width)
         assert hidden is not None and hidden.shape == shape, f"layer {self.first_layer} needs rows of {shape}"
         hidden = on_device(hidden)
-        failed: dict[int, str] = {}
         self.port.begin_step()
-        row_tiers = None
-        stands_in = books is not None
+        row_request, stands_in = rows.row_request.numpy(), books is not None
         if tiers and self.gates is not None:
-            row_tiers = on_device(torch.tensor(tiers, dtype=torch.int32)[rows.row_request.long()])
-            self.dropped.begin_step(rows.row_request.numpy(), num_slices, dropped)
+            self.dropped.begin_step(row_request, num_slices, dropped)
             stands_in = stands_in and not self.gates.chooses_experts
-        local_layers, num_slots = 0, 0
-        is_looked_at = times.steps % LOOK_EVERY == 0 and len(rows.positions) == num_slices
-        late_weights: Tensor | None = None
-        for layer in range(self.first_layer, self.last_layer):
-            began = now()
-            x, expert_ids, gate_weights = self.decoder.attention_segment(layer, hidden, batch)
-            late: Tensor | None = None
-            attended = now()
-            if books is not None and expert_ids is not None:
-                books.begin_layer(self._routed_after[layer])
-            if (
-                books is not None
-                and stands_in
-                and books.is_open
-                and expert_ids is not None
-                and gate_weights is not None
-            ):
-                logits = self.decoder.gate_logits(len(expert_ids))
-                expert_ids, gate_weights, late = books.stand_in(
-                    layer,
-                    expert_ids,
-                    gate_weights,
-                    logits,
-                    may_defer=row_tiers is None and self._may_defer(layer),
-                )
-            ran = None
-            if row_tiers is not None and expert_ids is not None and gate_weights is not None:
-                ran = self._slices(layer, x, expert_ids, gate_weights, row_tiers, books)
-            if ran is not None and ran.expert_ids is not None:
-                expert_ids, gate_weights = ran.expert_ids, ran.gate_weights
-            sliced = None if ran is None else ran.slices
-            now_weights = gate_weights
-            if late is not None and gate_weights is not None:
-                now_weights = gate_weights.masked_fill(late, 0.0)
-            missing = self.decoder.moe_segment(layer, hidden, x, expert_ids, now_weights, self.port, sliced)
-            if late_weights is not None:  # of the layer before, whose requests are those of this one
-                missing = joined(missing, self._add_owed(hidden, late_weights))
-            late_weights = None if late is None or gate_weights is None else gate_weights.clone()
-            if books is not None and books.is_open and expert_ids is not None:
-                books.end_layer()
-            times.attention += attended - began
-            times.experts += now() - attended
-            if expert_ids is None or gate_weights is None:  # a dense layer
-                continue
-            num_slots = expert_ids.shape[1]
-            if is_looked_at:
-                times.touched_layers += 1
-                times.touched_rows += len(expert_ids)
-                times.touched_experts += len(np.unique(on_host(expert_ids).numpy()))
-            hosts = self.port.served_by()
-            routed = None if self.decoder.routed is None else on_host(self.decoder.routed)
-            if books is not None and books.is_traced and routed is None:
-                books.trace(layer, hosts, gate_weights)
-            if ran is not None and ran.expert_ids is not None and hosts is None:
-                hosts = np.where(on_host(ran.slices.masks).numpy() == 0, -1, 0)  # slots of which nothing ran
-            if hosts is None and self._weight_is_one[layer] and routed is None:
-                local_layers += 1
+        step = _Step(rows, batch, books, hidden, tiers=tiers, stands_in=stands_in)
+        step.is_looked_at = times.steps % LOOK_EVERY == 0 and len(rows.positions) == num_slices
+        spans = self._spans(step)
+        if any(run is not None for _, run in spans):  # on a GPU none is, and nothing is kept ready for it
+            of_slice = np.array(tiers, dtype=np.int32) if tiers else None
+            step.segments = self.prepared.segments(row_request, of_slice)
+        for span, run in spans:
+            if run is None:
+                self._run_layer(span.first, step)
             else:
-                served_by = np.zeros(expert_ids.shape, dtype=np.int32) if hosts is None else hosts
-                self._served.add_layer(
-                    served_by, on_host(gate_weights).numpy(), None if routed is None else routed.numpy()
-                )
-            if missing is not None:
-                of_slot = missing.slots // num_slots
-                requests = rows.row_request[of_slot if routed is None else routed[of_slot]]
-                for index in torch.unique(requests).tolist():
-                    failed.setdefault(index, missing.why)
-        if failed and self.port.may_be_replaced():
+                self._run_span(span, run, step)
+        if step.failed and self.port.may_be_replaced():
             return RowsResult(hidden, {}, waits=True)
-        self._served.add_local_layers(local_layers, num_slots)
-        return RowsResult(hidden, failed)
+        self._served.add_local_layers(step.local_layers, step.num_slots)
+        return RowsResult(hidden, step.failed)
+
+    def _spans(self, step: "_Step") -> list[PreparedSpan]:
+        """How the step runs: in one call where nobody has to see or change what happens between gate and experts."""
+        books, gates = step.books, self.gates
+        banks_here = getattr(self.port, "banks_here", None)
+        if (
+            banks_here is None
+            or step.rows.encoder_tokens is not None
+            or (books is not None and (books.is_open or books.is_traced))
+            or (len(step.tiers) and gates is not None and gates.chooses_experts)
+        ):
+            return self.prepared.one_by_one()
+        return self.prepared.spans(banks_here())
+
+    def _run_span(self, span: Span, run: LayerRun, step: "_Step") -> None:
+        """Layers whose experts are all here, in one call."""
+        times, began, at = self.times, self.clock.now(), span.first - self.first_layer
+        assert step.segments is not None, "a step with a run in it has segments"
+        attention, experts = step.segments
+        ran = run_span(run, at, step.hidden, step.batch, attention, experts)
+        count = ran.stopped + 1 if ran.stopped >= 0 else span.last - span.first
+        layers = range(span.first, span.first + count)
+        routed = [layer for layer in layers if self._weight_is_one[layer] is not None]
+        buffers = attention.buffers
+        if routed:
+            lines: Any = slice(at, at + count)
+            if len(routed) < count:
+                lines = [layer - self.first_layer for layer in routed]
+            step.num_slots = self.decoder.num_columns
+            if all(self._weight_is_one[layer] for layer in routed):
+                step.local_layers += len(routed)
+            else:
+                self._served.add_home_layers(buffers.weights[lines].numpy())
+            if experts.sliced is not None and self.gates is not None:
+                ran_slices, _, dropped = experts.sliced
+                shares = dropped[lines].numpy()
+                lost = self.gates.lost_by_layer(routed, shares)
+                self.dropped.add_layers(shares, lost, ran_slices[lines].numpy())
+            self.port.ran_here(buffers.ids[lines], ran.experts_s)  # type: ignore[attr-defined]
+            if step.is_looked_at:
+                self._look_at(buffers.ids[lines])
+        times.attention += ran.attention_s
+        times.experts += self.clock.now() - began - ran.attention_s
+        if ran.stopped >= 0:
+            ids = buffers.ids[at + ran.stopped]
+            self._note_missing(self.decoder.not_finite(layers[-1], ids, self.port), step)
+            for layer in range(layers[-1] + 1, span.last):
+                self._run_layer(layer, step)
+
+    def _run_layer(self, layer: int, step: "_Step") -> None:
+        """One layer, and what others compute of it."""
+        times, now, books, hidden = self.times, self.clock.now, step.books, step.hidden
+        began = now()
+        x, expert_ids, gate_weights = self.decoder.attention_segment(layer, hidden, step.batch)
+        late: Tensor | None = None
+        attended = now()
+        if books is not None and expert_ids is not None:
+            books.begin_layer(self._routed_after[layer])
+        if (
+            books is not None
+            and step.stands_in
+            and books.is_open
+            and expert_ids is not None
+            and gate_weights is not None
+        ):
+            logits = self.decoder.gate_logits(len(expert_ids))
+            may_defer = not step.tiers and self._may_defer(layer)
+            expert_ids, gate_weights, late = books.stand_in(
+                layer, expert_ids, gate_weights, logits, may_defer=may_defer
+            )
+        ran = None
+        if self.gates is not None and expert_ids is not None and gate_weights is not None:
+            row_tiers = step.row_tiers()
+            if row_tiers is not None:
+                ran = self._slices(layer, x, expert_ids, gate_weights, row_tiers, books)
+        if ran is not None and ran.expert_ids is not None:
+            expert_ids, gate_weights = ran.expert_ids, ran.gate_weights
+        sliced = None if ran is None else ran.slices
+        now_weights = gate_weights
+        if late is not None and gate_weights is not None:
+            now_weights = gate_weights.masked_fill(late, 0.0)
+        missing = self.decoder.moe_segment(layer, hidden, x, expert_ids, now_weights, self.port, sliced)
+        if step.late_weights is not None:  # of the layer before, whose requests are those of this one
+            missing = joined(missing, self._add_owed(hidden, step.late_weights))
+        step.late_weights = None if late is None or gate_weights is None else gate_weights.clone()
+        if books is not None and books.is_open and expert_ids is not None:
+            books.end_layer()
+        times.attention += attended - began
+        times.experts += now() - attended
+        if expert_ids is None or gate_weights is None:  # a dense layer
+            return
+        step.num_slots = expert_ids.shape[1]
+        if step.is_looked_at:
+            self._look_at(expert_ids[None])
+        hosts = self.port.served_by()
+        routed = None if self.decoder.routed is None else on_host(self.decoder.routed)
+        if books is not None and books.is_traced and routed is None:
+            books.trace(layer, hosts, gate_weights)
+        if ran is not None and ran.expert_ids is not None and hosts is None:
+            hosts = np.where(on_host(ran.slices.masks).numpy() == 0, -1, 0)  # slots of which nothing ran
+        if hosts is None and self._weight_is_one[layer] and routed is None:
+            step.local_layers += 1
+        else:
+            served_by = np.zeros(expert_ids.shape, dtype=np.int32) if hosts is None else hosts
+            self._served.add_layer(
+                served_by, on_host(gate_weights).numpy(), None if routed is None else routed.numpy()
+            )
+        self._note_missing(missing, step)
+
+    def _look_at(self, expert_ids: Tensor) -> None:
+        """Count how many experts the rows of layers touch. expert_ids [layers, T, K] int32."""
+        times = self.times
+        times.touched_layers += len(expert_ids)
+        times.touched_rows += expert_ids.shape[0] * expert_ids.shape[1]
+        times.touched_experts += sum(len(np.unique(ids)) for ids in on_host(expert_ids).numpy())
+
+    def _note_missing(self, missing: Missing | None, step: "_Step") -> None:
+        """The requests whose experts did not come fail."""
+        if missing is None:
+            return
+        routed = None if self.decoder.routed is None else on_host(self.decoder.routed)
+        row_request = step.rows.row_request
+        of_slot = missing.slots // step.num_slots
+        for index in torch.unique(row_request[of_slot if routed is None else routed[of_slot]]).tolist():
+            step.failed.setdefault(index, missing.why)
 
     def _may_defer(self, layer: int) -> bool:
         """Whether what a layer's experts give may be added after the next layer: sums of the residual, both in this range."""
@@ -390,6 +476,32 @@ class Runner:
     def counts_in(self, blocks: Sequence[int]) -> np.ndarray | None:
         """[L, E] int16 of the tokens in these blocks; None where nothing is counted."""
         return None if self.signatures is None else self.signatures.total(blocks)
+
+
+@dataclass
+class _Step:
+    """A step on its way through the layers."""
+
+    rows: StepRows
+    batch: Any
+    books: QualityBooks | None
+    hidden: Tensor
+    tiers: Sequence[int]  # [S], none where all run everything
+    stands_in: bool  # whether experts that are elsewhere may be stood in for
+    segments: tuple[AttentionSegment, ExpertsSegment] | None = None  # None where every layer runs by itself
+    is_looked_at: bool = False  # whether it is counted how many experts its rows touch
+    failed: dict[int, str] = field(default_factory=dict)  # slice -> why
+    local_layers: int = 0  # routed, all here, and with weights that sum to 1
+    num_slots: int = 0
+    late_weights: Tensor | None = None  # [T, K] of the layer before, where some of what it gives comes late
+    _row_tiers: Tensor | None = None
+
+    def row_tiers(self) -> Tensor | None:
+        """[T] int32 tiers of the rows where they are computed, the same tensor in all layers; None where all run everything."""
+        if self._row_tiers is None and self.tiers:
+            of_row = torch.tensor(self.tiers, dtype=torch.int32)[self.rows.row_request.long()]
+            self._row_tiers = on_device(of_row)
+        return self._row_tiers
 
 
 def tiers_of(plan: StepPlan) -> list[int]:

@@ -28,7 +28,8 @@ from edge_runtime.model.layers import LayerWeights, Trunk
 from edge_runtime.model.moe import Beside, ExpertPort, Missing, Slices, joined
 from edge_runtime.model.spec import LayerSpec, ModelSpec
 from kernels import backends, ops
-from kernels.ops import Counting
+from kernels.layer_runs import RunLayer, SliceGate
+from kernels.ops import Counting, ExpertBank
 from kernels.segments import AttentionParts, AttentionSegment, bind_attention_segment
 from kernels.transfers import on_host
 
@@ -61,6 +62,20 @@ class _StepRows(NamedTuple):
     side: Tensor  # [T, D], what a gate or a dense MLP with a norm of its own reads
     branch: Tensor  # [T, D], what is normed before it is added to the residual
     rows: Tensor  # [T] int32, 0 .. T - 1
+    zeros: Tensor  # [T] int32
+
+
+class RunBuffers(NamedTuple):
+    """What a run of layers over T rows is computed in; see kernels.layer_runs. Views that steps of all sizes share."""
+
+    hidden: Tensor  # [T, D]
+    x: Tensor  # [T, D]
+    scratch: Tensor  # [T * floats of a layer's attention]
+    gate_logits: Tensor  # [T, E]
+    ids: Tensor  # [L, T, K] int32
+    weights: Tensor  # [L, T, K]
+    expert_out: Tensor  # [T*K, D]
+    dense_out: Tensor  # [T, D]
     zeros: Tensor  # [T] int32
 
 
@@ -115,6 +130,49 @@ class Decoder:
         self._num_columns = self._buffers["expert_ids"].shape[1]
         self._logits = torch.empty(0, spec.vocab_size, device=self._device)
         self._step_rows: dict[int, _StepRows] = {}
+        self._chosen: tuple[Tensor, Tensor] | None = (
+            None  # ids and weights of all layers, where one call runs them
+        )
+
+    @property
+    def num_columns(self) -> int:
+        """Experts per token, K; 0 where no layer is routed."""
+        return self._num_columns
+
+    def run_buffers(self, num_rows: int) -> RunBuffers:
+        """What a run of layers over so many rows is computed in; L layers of the range."""
+        rows, num_layers = self._rows(num_rows), self.last_layer - self.first_layer
+        if self._chosen is None:
+            size = num_layers * self.max_rows * self._num_columns
+            self._chosen = (
+                torch.empty(size, dtype=torch.int32, device=self._device),
+                torch.empty(size, device=self._device),
+            )
+        shape = num_layers, num_rows, self._num_columns
+        ids, weights = (buffer[: math.prod(shape)].view(shape) for buffer in self._chosen)
+        dense = rows.dense_out
+        return RunBuffers(
+            rows.hidden,
+            rows.x,
+            rows.scratch,
+            rows.gate_logits,
+            ids,
+            weights,
+            rows.expert_out,
+            dense,
+            rows.zeros,
+        )
+
+    def layer_in_run(self, layer: int, bank: ExpertBank | None, slices: SliceGate | None) -> RunLayer | None:
+        """A layer as a run of layers takes it, with `bank` its experts; None where it has more in it than a run does."""
+        spec, weights, *_, output_scale, segment, counts = self._layers[layer]
+        if segment is None or output_scale is not None or weights.ffn_out_norm is not None:
+            return None
+        if spec.gate is None:
+            return None if weights.dense is None else RunLayer(segment, weights.dense)
+        if bank is None or weights.dense is not None or weights.shared_gate is not None:
+            return None
+        return RunLayer(segment, bank, counts, slices)
 
     def embed(self, token_ids: Tensor, batch: AttentionBatch | None = None) -> Tensor:
         """Start a step's residual. token_ids [T] int32 -> hidden [T, D] float32, whatever places the rows have."""
@@ -183,6 +241,11 @@ class Decoder:
         """Whether what routed experts give is added to the residual as it is, so that it may be added later as well."""
         _, weights, *_ = layer_parts = self._layers[layer]
         return weights.gate is not None and weights.dense_norm is None and layer_parts.output_scale is None
+
+    def not_finite(self, layer: int, expert_ids: Tensor, port: ExpertPort) -> Missing | None:
+        """The slots of a run's last layer, expert_ids [T, K], whose expert gave NaN or Inf; see `_not_finite`."""
+        rows = self._rows(len(expert_ids))
+        return _not_finite(layer, rows.expert_out, rows.slots, expert_ids, port)
 
     def gate_logits(self, num_rows: int) -> Tensor:
         """[num_rows, E] float32: the scores behind what the last `attention_segment` chose, for whoever observes."""

@@ -27,6 +27,8 @@ from edge_runtime.model.layers import Trunk
 from edge_runtime.model.moe import ExpertPort, Missing, Slices
 from edge_runtime.model.spec import ModelSpec
 from kernels import ops
+from kernels.layer_runs import SliceGate
+from kernels.ops import ExpertBank
 from kernels.packing import KV_BLOCK_TOKENS
 
 
@@ -148,6 +150,9 @@ class EncoderDecoder(Decoder):
         kept = self._within = within.nonzero().view(-1)
         self.routed = kept if half.rows is None else half.rows[kept]
         return rows.x[kept], expert_ids[kept], gate_weights[kept]
+
+    def layer_in_run(self, layer: int, bank: ExpertBank | None, slices: SliceGate | None) -> None:
+        """Never: a layer takes the rows of its half."""
 
     def gate_logits(self, num_rows: int) -> Tensor:
         """See Decoder."""

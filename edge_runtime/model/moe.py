@@ -3,7 +3,8 @@
 An `ExpertPort` may be this node's own experts or those of many; the layer does not know. Knows no socket.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -108,7 +109,7 @@ class ExpertStore:
         self._shape = (num_experts, width, expert_width)
         self._banks: dict[int, ExpertBank] = {}
         self._absent: dict[int, Tensor] = {}  # layer -> [E] bool
-        self._whole: set[int] = set()
+        self._whole: Mapping[int, ExpertBank] = MappingProxyType({})
 
     def bank(self, layer: int) -> ExpertBank | None:
         """The layer's resident experts, None if there are none."""
@@ -129,14 +130,21 @@ class ExpertStore:
             self._count(expert.layer)
         else:
             del self._banks[expert.layer], self._absent[expert.layer]
-            self._whole.discard(expert.layer)
+            self._set_whole(expert.layer, False)
 
     def _count(self, layer: int) -> None:
         # A new mask each time: whoever computes in another thread keeps the one it has.
         absent = torch.ones(self._shape[0], dtype=torch.bool)
         absent[list(self._banks[layer].resident)] = False
         self._absent[layer] = absent
-        (self._whole.discard if absent.any() else self._whole.add)(layer)
+        self._set_whole(layer, not absent.any())
+
+    def _set_whole(self, layer: int, is_whole: bool) -> None:
+        if is_whole and self._whole.get(layer) is not self._banks[layer]:
+            self._whole = MappingProxyType({**self._whole, layer: self._banks[layer]})
+        elif not is_whole and layer in self._whole:
+            kept = {other: bank for other, bank in self._whole.items() if other != layer}
+            self._whole = MappingProxyType(kept)
 
     def absent(self, layer: int) -> Tensor | None:
         """[E] bool, which of a layer's experts are not here; None if there is no bank, so that none is."""
@@ -145,6 +153,11 @@ class ExpertStore:
     def holds_all(self, layer: int) -> bool:
         """Whether every expert of the layer is here."""
         return layer in self._whole
+
+    @property
+    def whole(self) -> Mapping[int, ExpertBank]:
+        """By layer the experts of those that are all here: the same object until that changes."""
+        return self._whole
 
     def __contains__(self, expert: ExpertId) -> bool:
         bank = self._banks.get(expert.layer)
@@ -243,6 +256,16 @@ class LocalExperts:
             masks, num_parts = slices
             return sliced_experts(x, expert_ids, gate_weights, masks, num_parts, bank, hidden, expert_out=out)
         return ops.experts(x, expert_ids, gate_weights, bank, hidden, expert_out=out)
+
+    def banks_here(self) -> Mapping[int, ExpertBank]:
+        """Banks of the layers whose experts are all computed here, so that nobody has to be asked between them.
+
+        The same object until that changes.
+        """
+        return self._store.whole
+
+    def ran_here(self, expert_ids: Tensor, seconds: float) -> None:
+        """Somebody else ran those banks: expert_ids [layers, T, K] int32, in so many seconds."""
 
     def _slot_rows(self, num_tokens: int, num_columns: int, device: torch.device) -> Tensor:
         rows = self._rows.get((num_tokens, num_columns))

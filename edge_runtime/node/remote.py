@@ -23,6 +23,7 @@ from edge_runtime.selector.choose import DEFERRED, DROPPED, STAND_IN, Choice, Sl
 from edge_runtime.selector.home import HomeSelector
 from edge_runtime.transport.calls import Outcome, PeerCalls, Pending
 from kernels import ops
+from kernels.ops import ExpertBank
 from kernels.reference.dispatch import Dispatched
 from kernels.transfers import on_device, on_device_as_one, on_host
 from topology.host_choice import NOBODY, choose_hosts
@@ -135,6 +136,8 @@ class PlacedExperts:
         self._begun: _OnTheWay | None = None  # of the one at hand
         self._look_at_s = 0.0
         self._served_by: np.ndarray | None = None
+        self._here: Mapping[int, ExpertBank] = {}
+        self._whole: Mapping[int, ExpertBank] | None = None  # what `_here` was made of; None: to be made
         self._choose()
 
     def begin_step(self) -> None:
@@ -344,6 +347,19 @@ class PlacedExperts:
         is_finite = self._local.add_here(layer, x, expert_ids, gate_weights, hidden, out, slices)
         self.times.local += self._clock.now() - began
         return is_finite
+
+    def banks_here(self) -> Mapping[int, ExpertBank]:
+        """See LocalExperts: layers of which this node serves every expert."""
+        whole = self._store.whole
+        if self._whole is not whole:
+            self._whole = whole
+            self._here = {layer: bank for layer, bank in whole.items() if self._is_local[layer]}
+        return self._here
+
+    def ran_here(self, expert_ids: Tensor, seconds: float) -> None:
+        """See LocalExperts."""
+        self._served_by = None
+        self.times.local += seconds
 
     def _run_once(
         self,
@@ -689,6 +705,7 @@ class PlacedExperts:
         self._table_numpy = table
         self._table = [torch.from_numpy(line) for line in table]
         self._is_local = [bool((line == 0).all()) for line in table]
+        self._whole = None
         if self.selector is not None:
             self.selector.placed(table)
 

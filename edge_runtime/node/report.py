@@ -10,6 +10,7 @@ import psutil
 from edge_runtime.clock import Clock
 from edge_runtime.engine.engine import EngineThread
 from edge_runtime.engine.pipeline import PipelineEngine
+from edge_runtime.engine.runner import Runner
 from edge_runtime.node.expert_service import ExpertService
 from edge_runtime.node.gauge import Gauge
 from edge_runtime.node.resident import resident_bytes
@@ -66,6 +67,9 @@ def node_report(
             "bytes_in": float(sum(peer.bytes_in for peer in traffic)),
             "call_failures": float(sum(peer.failures for peer in traffic)),
         }
+        if isinstance(runner, Runner):
+            counts = runner.prepared.table.counts()
+            numbers |= {f"segments_{name}": float(value) for name, value in counts._asdict().items()}
         step_s = times.plan + times.rows + times.attention + times.experts + times.head + times.sample
         report["busy_s"] = served.busy_s + step_s
     if isinstance(engine, PipelineEngine):

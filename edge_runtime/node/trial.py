@@ -113,8 +113,16 @@ class _Resident(LocalExperts):
             self._count(began, expert_ids)
         return is_finite
 
+    def ran_here(self, expert_ids: Tensor, seconds: float) -> None:
+        for chosen in expert_ids:
+            self._note(chosen)
+        self.seconds += seconds
+
     def _count(self, began: float, chosen: Tensor) -> None:
         self.seconds += self._clock.now() - began
+        self._note(chosen)
+
+    def _note(self, chosen: Tensor) -> None:
         self.touched += len(np.unique(on_host(chosen).numpy()))
         self.pairs += chosen.numel()
 

@@ -108,6 +108,8 @@ experts = _native.experts
 # Only this backend has segments; see kernels.segments.
 AttentionSegment = _native.AttentionSegment
 attention_segment = _native.attention_segment
+LayerRun = _native.LayerRun  # and runs of layers; see kernels.layer_runs
+run_layers = _native.run_layers
 
 swap_search = _native.swap_search  # for kernels.swap_search
 sliced_ffn = _native.sliced_ffn  # these five for kernels.slices

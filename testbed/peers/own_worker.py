@@ -181,6 +181,10 @@ class _Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.port, name)
 
+    def ran_here(self, expert_ids: Tensor, seconds: float) -> None:
+        self.port.ran_here(expert_ids, seconds)
+        self.seen += [(ids.shape[0], len(ids.unique())) for ids in expert_ids]
+
     def run(self, layer: int, x: Tensor, expert_ids: Tensor, out: Tensor) -> Missing | None:
         self.seen.append((len(x), len(expert_ids.unique())))
         return self.port.run(layer, x, expert_ids, out)

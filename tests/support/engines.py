@@ -66,7 +66,7 @@ def placed_experts(whole: Whole, name: str = "n1", **changes: object) -> PlacedE
         "hosts": dict.fromkeys(all_experts(spec), (name,)),
         "links": (),
         "num_layers": spec.num_layers,
-        "num_experts": max(layer.gate.num_experts for layer in spec.layers if layer.gate),
+        "num_experts": max((layer.gate.num_experts for layer in spec.layers if layer.gate), default=0),
         "epoch": 1,
         "deadline_s": 1.0,
         "clock": ManualClock(),

@@ -7,14 +7,6 @@
 
 namespace edge {
 
-inline void check_resident(const Bank::Table& table, const int32_t* ids, int64_t R) {
-    const int64_t E = static_cast<int64_t>(table.size());
-    for (int64_t i = 0; i < R; ++i)
-        if (ids[i] < 0 || ids[i] >= E || !table[ids[i]])
-            throw py::index_error("expert_ids: entry " + text(i) + " asks for expert " + text(ids[i]) +
-                                  ", which is not resident in this bank of " + text(E));
-}
-
 inline bool call_grouped_ffn(py::handle x_, py::handle rows_, py::handle expert_ids_, const Bank& bank, py::handle out_) {
     Argument x, row, expert_id, out;
     if (!read(x_, x) || !read(rows_, row) || !read(expert_ids_, expert_id) || !read(out_, out)) return false;

@@ -7,8 +7,8 @@
 namespace edge {
 
 // Reads what AttentionSegment points to. The caller has checked the shapes: kernels/segments.py.
-inline std::unique_ptr<AttentionSegment> new_attention_segment(py::dict given) {
-    auto segment = std::make_unique<AttentionSegment>();
+inline std::shared_ptr<AttentionSegment> new_attention_segment(py::dict given) {
+    auto segment = std::make_shared<AttentionSegment>();
     AttentionSegment& s = *segment;
     const auto floats = [&](const char* name) -> float* {
         Argument tensor;
@@ -51,12 +51,11 @@ inline std::unique_ptr<AttentionSegment> new_attention_segment(py::dict given) {
     return segment;
 }
 
-// False if an argument does not fit.
-inline bool call_attention_segment(const AttentionSegment& s, py::handle hidden_, py::handle x_, py::handle positions_,
-                            py::handle slots_, py::handle row_request_, py::handle block_tables_, py::handle buffer_,
-                            py::handle logits_, py::handle ids_, py::handle weights_, py::handle counts,
-                            py::handle counted) {
-    Argument hidden, x, positions, slots, row_request, tables, buffer, logits, ids, weights;
+// Where the rows of a step stand and what they are computed in; false if an argument does not fit.
+inline bool read_segment_rows(const AttentionSegment& s, py::handle hidden_, py::handle x_, py::handle positions_,
+                              py::handle slots_, py::handle row_request_, py::handle block_tables_, py::handle buffer_,
+                              SegmentRows& rows, int64_t& num_requests) {
+    Argument hidden, x, positions, slots, row_request, tables, buffer;
     if (!read(hidden_, hidden) || !read(x_, x) || !read(positions_, positions) || !read(slots_, slots) ||
         !read(row_request_, row_request) || !read(block_tables_, tables) || !read(buffer_, buffer) || !hidden.is_rows(s.D) || !x.is_rows(s.D))
         return false;
@@ -66,8 +65,41 @@ inline bool call_attention_segment(const AttentionSegment& s, py::handle hidden_
         return false;
     for (const Argument* indices : {&positions, &slots, &row_request})
         if (!indices->is_dense(INT32, 1) || indices->shape[0] != T) return false;
+    rows = {T, hidden.floats(), x.floats(), hidden.strides[0], x.strides[0], positions.ints(), slots.ints(),
+            row_request.ints(), tables.ints(), tables.shape[1], buffer.floats(), nullptr};
+    num_requests = tables.shape[0];
+    return true;
+}
+
+// The error for rows that point nowhere.
+inline void check_segment_rows(const AttentionSegment& s, const SegmentRows& rows, int64_t num_requests) {
+    check_range("positions", rows.positions, rows.T, 0, std::min(s.S, rows.M * 16));
+    check_range("slots", rows.slots, rows.T, 0, s.pages.num_blocks * 16);
+    check_range("row_request", rows.row_request, rows.T, 0, num_requests);
+    AttentionCall seen{};
+    seen.pages = s.pages;
+    seen.block_tables = rows.block_tables;
+    seen.M = rows.M;
+    seen.row_request = rows.row_request;
+    seen.row_position = rows.positions;
+    seen.T = rows.T;
+    seen.window = s.window;
+    check_tables(seen);
+}
+
+// False if an argument does not fit.
+inline bool call_attention_segment(const AttentionSegment& s, py::handle hidden, py::handle x, py::handle positions,
+                            py::handle slots, py::handle row_request, py::handle block_tables, py::handle buffer,
+                            py::handle logits_, py::handle ids_, py::handle weights_, py::handle counts,
+                            py::handle counted) {
+    SegmentRows rows;
+    int64_t num_requests;
+    if (!read_segment_rows(s, hidden, x, positions, slots, row_request, block_tables, buffer, rows, num_requests))
+        return false;
+    const int64_t T = rows.T;
     GateCall gate = s.rule;
     if (s.gate) {
+        Argument logits, ids, weights;
         if (!read(ids_, ids) || !read(weights_, weights) || !read(logits_, logits) || !logits.is_dense(FLOAT32, 2) ||
             logits.shape[0] != T || logits.shape[1] != s.rule.E || !ids.is_dense(INT32, 2) || !weights.is_dense(FLOAT32, 2) ||
             ids.shape[0] != T || ids.shape[1] != s.rule.k || weights.shape[0] != T || weights.shape[1] != s.rule.k)
@@ -75,23 +107,10 @@ inline bool call_attention_segment(const AttentionSegment& s, py::handle hidden_
         gate.T = T;
         gate.ids = ids.ints();
         gate.weights = weights.floats();
-        if (!read_counts(counts, slots_, counted, gate)) return false;
+        rows.logits = logits.floats();
+        if (!read_counts(counts, slots, counted, gate)) return false;
     }
-    const SegmentRows rows{T, hidden.floats(), x.floats(), hidden.strides[0], x.strides[0], positions.ints(),
-                           slots.ints(), row_request.ints(), tables.ints(), tables.shape[1], buffer.floats(),
-                           logits.floats()};
-    check_range("positions", rows.positions, T, 0, std::min(s.S, rows.M * 16));
-    check_range("slots", rows.slots, T, 0, s.pages.num_blocks * 16);
-    check_range("row_request", rows.row_request, T, 0, tables.shape[0]);
-    AttentionCall seen{};
-    seen.pages = s.pages;
-    seen.block_tables = rows.block_tables;
-    seen.M = rows.M;
-    seen.row_request = rows.row_request;
-    seen.row_position = rows.positions;
-    seen.T = T;
-    seen.window = s.window;
-    check_tables(seen);
+    check_segment_rows(s, rows, num_requests);
     py::gil_scoped_release release;
     const Spending spending(DENSE);
     run_attention_segment(kernels(), s, rows, gate);

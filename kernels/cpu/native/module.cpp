@@ -9,6 +9,7 @@
 #include "call_attention.h"
 #include "call_experts.h"
 #include "call_gate.h"
+#include "call_layers.h"
 #include "call_rows.h"
 #include "call_segment.h"
 #include "call_slices.h"
@@ -16,7 +17,7 @@
 
 namespace edge {
 
-constexpr int INTERFACE = 2;  // as in kernels/interface.py; raised when what Python calls here changes
+constexpr int INTERFACE = 3;  // as in kernels/interface.py; raised when what Python calls here changes
 
 void* scratch(Scratch which, size_t bytes) {
     struct Buffer {
@@ -69,14 +70,16 @@ PYBIND11_MODULE(_native, m) {
                  self.fill_bias(first, at<float>(values), count);
              })
         .def_property_readonly("nbytes", &PackedExpert::nbytes);
-    py::class_<AttentionSegment>(m, "AttentionSegment").def(py::init(&new_attention_segment));
+    py::class_<AttentionSegment, std::shared_ptr<AttentionSegment>>(m, "AttentionSegment").def(py::init(&new_attention_segment));
     m.def("attention_segment", &call_attention_segment);
     m.def("experts", &call_experts);
     py::class_<PackedHeads>(m, "PackedHeads").def(py::init<std::vector<std::shared_ptr<PackedPanels>>>());
-    py::class_<Bank>(m, "Bank")
+    py::class_<Bank, std::shared_ptr<Bank>>(m, "Bank")
         .def(py::init<int64_t, int64_t>())
         .def("set", [](Bank& self, int64_t id, std::shared_ptr<PackedExpert> expert) { self.put(id, expert); })
         .def("drop", [](Bank& self, int64_t id) { self.put(id, nullptr); });
+    py::class_<LayerRun>(m, "LayerRun").def(py::init(&new_layer_run));
+    m.def("run_layers", &call_run_layers);
     m.def("find_torch", &find_torch);
     m.def("set_num_threads", [](int threads) {
         py::gil_scoped_release release;

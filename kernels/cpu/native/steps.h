@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "call.h"
 #include "packed.h"
 #include "parts.h"
 #include "table.h"
@@ -23,6 +24,14 @@ inline void write_kv(const KvPages& pages, const float* k, int64_t k_stride, int
                         static_cast<size_t>(Pv) * sizeof(float));
         }
     }
+}
+
+inline void check_resident(const Bank::Table& table, const int32_t* ids, int64_t R) {
+    const int64_t E = static_cast<int64_t>(table.size());
+    for (int64_t i = 0; i < R; ++i)
+        if (ids[i] < 0 || ids[i] >= E || !table[ids[i]])
+            throw py::index_error("expert_ids: entry " + text(i) + " asks for expert " + text(ids[i]) +
+                                  ", which is not resident in this bank of " + text(E));
 }
 
 // Routed rows sorted by expert; with masks, those that want all slices before the others. All experts are resident.

@@ -70,6 +70,9 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.port, name)
 
+    def banks_here(self):
+        return {}  # so that every layer comes by here
+
     def add_here(self, layer, x, expert_ids, gate_weights, hidden, out, slices=None):
         masks = torch.full(expert_ids.shape, 15) if slices is None else slices.masks
         self.slices.append(sum((masks >> s) & 1 for s in range(N)).sum(1))
