@@ -126,12 +126,11 @@ class AtHome(Alternative):
         self._parts = [
             np.flatnonzero(ids // self._streams == group) for group in np.unique(ids // self._streams)
         ]
-        self._users = [str(request) for request in ids.tolist()]
-        self._budgets = [self._budget] * len(ids)
+        users, budgets = [str(request) for request in ids.tolist()], [self._budget] * len(ids)
         while self._new_selector is not None and len(self._selectors) < len(self._parts):
             self._selectors.append(self._new_selector())
         drag = self._selectors[0].drag_per_deviation if self._selectors else 0.0
-        self._account = StepAccount(self._ledgers, self._prices, self._users, self._budgets, drag)
+        self._account = StepAccount(self._ledgers, self._prices, users, budgets, drag)
         for each in self._selectors:
             each.begin_step()
         self._seconds = [self._trunk_s] * len(self._parts)
@@ -206,7 +205,4 @@ class AtHome(Alternative):
         """See Alternative."""
         self.tally.step_s += self._seconds
         self.tally.spent += float(self._account.spent.sum())
-        if self._budget < NO_LIMIT:
-            self._account.book()
-        else:
-            self._ledgers.book(self._users, self._budgets, self._account.spent)
+        self._account.book(moves_prices=self._budget < NO_LIMIT)

@@ -231,6 +231,9 @@ class Engine:
     def close(self) -> None:
         """No step of it follows."""
 
+    def give_up_steps(self) -> None:
+        """Nothing that is under way counts any more: another engine goes on with its requests."""
+
     def switch_port(self, runner: Runner, port: HostedExperts) -> None:
         """Let another placement serve this engine's `runner` from the next step on."""
         self._carry_accounts_of(self)
@@ -242,6 +245,7 @@ class Engine:
         What it computed is computed again here: prompt and tokens so far are prefilled. The outputs are of requests
         that cannot go on here.
         """
+        other.give_up_steps()
         self._carry_accounts_of(other)
         if self.books is not None and other.books is not None:
             self.books.take_over(other.books)

@@ -3,7 +3,7 @@
 Knows no request: blocks are handed out by the group's first stage, and a step brings all it needs. Knows no socket.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import served_in_stages
 from edge_runtime.engine.runner import HostedExperts, Runner
+from edge_runtime.engine.stage_quality import books_at, sent_allowances, sent_trace
 from edge_runtime.engine.stage_step import (
     COUNT,
     NO_COUNTS,
@@ -22,14 +23,29 @@ from edge_runtime.engine.stage_step import (
     sampled_rows,
     wire_logprobs,
 )
+from edge_runtime.engine.step_books import StepBooks
 from edge_runtime.errors import Refusal
 from edge_runtime.model.sampling import Sampler
 from edge_runtime.protocol import StageResult, StageStep
+from edge_runtime.selector.choose import Choice, Slots
 from kernels.transfers import on_host
 
 Tensors = tuple[Any, ...]
 Done = tuple[StageStep | StageResult, Tensors]
 NOTHING = (np.zeros((0, 1), dtype=np.float32), NO_COUNTS)
+
+
+class SelectingExperts(HostedExperts, Protocol):
+    """HostedExperts that can do without some, for rows that may spend quality. See `QualityBooks`."""
+
+    @property
+    def drag_per_deviation(self) -> float: ...
+
+    def choose(self, layer: int, slots: Slots, may_defer: bool = False) -> Choice | None: ...
+
+    def take_late(self) -> Choice | None: ...
+
+    def start_price(self) -> float: ...
 
 
 class LaterStage:
@@ -49,7 +65,7 @@ class LaterStage:
         self._run = ""  # whose keys and values the blocks hold
         self._last_step = 0
 
-    def run(self, step: StageStep, tensors: Tensors, port: HostedExperts) -> Done | None:
+    def run(self, step: StageStep, tensors: Tensors, port: SelectingExperts) -> Done | None:
         """Compute a step with the experts of `port`: what goes to the next stage, or to the first. None: too late.
 
         A step that was overtaken by a later one was given up by the first stage, and its blocks may be others' now.
@@ -77,7 +93,7 @@ class LaterStage:
         served: np.ndarray,
         counts: np.ndarray,
         *,
-        port: HostedExperts,
+        port: SelectingExperts,
     ) -> Done:
         began, runner = self._clock.now(), self.runner
         rows = rows_of(slices, blocks, len(hidden), self._limits)
@@ -88,6 +104,7 @@ class LaterStage:
             raise Refusal("shape", f"{served.shape} numbers came of {len(step.hosts)} hosts")
         if step.tiers:
             self._refuse_tiers(step, len(slices))
+        books = self._books_of(step, slices, port)
         self._last_step = step.step
         if runner.port is not port:
             runner.switch_port(port)
@@ -104,6 +121,7 @@ class LaterStage:
             len(slices),
             torch.from_numpy(hidden.copy()),
             counted=runner.begin_counting(len(hidden), spans),
+            books=books,
             tiers=step.tiers,
             dropped=step.dropped,
         )
@@ -111,6 +129,10 @@ class LaterStage:
             return no_result(step, "waits", "experts have no host, and may have one soon")
         counts = counts_with(counts, step.counted, slices, tables, runner.counts_in)
         dropped = runner.dropped.of_step() if step.tiers else []
+        allowances, trace, start_price = step.allowances, step.trace, step.start_price
+        if books is not None:
+            allowances, trace = sent_allowances(books), [*trace, *sent_trace(books)]
+            start_price = start_price or port.start_price()
         hosts, served = served_in_stages(step.hosts, served, port.host_names, runner.served(len(slices)))
         failed = [*step.failed, *((index, why) for index, why in ran.failed.items())]
         self.num_steps += 1
@@ -124,6 +146,9 @@ class LaterStage:
                 failed=failed,
                 seconds=seconds,
                 dropped=dropped,
+                allowances=allowances,
+                start_price=start_price,
+                trace=trace,
             )
             return message, (on_host(ran.hidden).numpy(), slices, blocks, tokens, served, counts)
         logits = runner.head(ran.hidden, rows)
@@ -139,6 +164,9 @@ class LaterStage:
             failed=failed,
             seconds=[*step.seconds, self._clock.now() - began],
             dropped=dropped,
+            allowances=allowances,
+            start_price=start_price,
+            trace=trace,
         ), (served, counts)
 
     def _refuse_tiers(self, step: StageStep, num_slices: int) -> None:
@@ -149,6 +177,15 @@ class LaterStage:
             max(step.tiers) > gates.elasticity.full_tier
         ):
             raise Refusal("shape", f"{len(step.tiers)} tiers came for {num_slices} slices, or one beyond all")
+
+    def _books_of(self, step: StageStep, slices: np.ndarray, port: SelectingExperts) -> StepBooks | None:
+        """What rows may spend; None where nobody may, and nobody looks."""
+        if not (step.allowances or step.traced):
+            return None
+        counts = slices[:, COUNT].astype(np.int64)
+        return books_at(
+            step.allowances, step.traced, counts, port.choose, port.take_late, port.drag_per_deviation
+        )
 
 
 def no_result(step: StageStep, outcome: Any, why: str) -> Done:

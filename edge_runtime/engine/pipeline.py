@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from edge_runtime.clock import Clock
@@ -22,7 +23,9 @@ from edge_runtime.engine.plan import StepPlan
 from edge_runtime.engine.request import Request
 from edge_runtime.engine.runner import HostedExperts, Runner, tiers_of
 from edge_runtime.engine.scheduler import Scheduler
+from edge_runtime.engine.stage_quality import is_of, layers_of, sent_allowances, sent_trace, taken_back
 from edge_runtime.engine.stage_step import NO_COUNTS, own_logprobs, sent_step
+from edge_runtime.engine.step_books import StepBooks
 from edge_runtime.protocol import StageResult, StageStep
 from kernels.transfers import on_host
 
@@ -56,10 +59,15 @@ class StageTimes:
 
 @dataclass
 class _UnderWay:
-    """A step whose result is awaited. counted: slices that end a prompt whose counts are wanted."""
+    """A step whose result is awaited.
+
+    books    what its rows may spend of quality, and have spent here
+    counted  slices that end a prompt whose counts are wanted
+    """
 
     plan: StepPlan
     sent_s: float
+    books: StepBooks | None = None
     counted: Sequence[int] = ()
 
 
@@ -127,15 +135,19 @@ class PipelineEngine(Engine):
     def _start(self, plan: StepPlan) -> list[Output]:
         began, num_slices = self.clock.now(), len(plan.slices)
         rows, tiers = self._first.rows(plan), tiers_of(plan)
+        books = None
+        if self.books is not None and rows.encoder_tokens is None:
+            books = self.books.begin_step(plan)
         spans = [(piece.request.block_table, piece.start, piece.count) for piece in plan.slices]
         ran = self._first.run_rows(
             rows,
             num_slices,
             counted=self._first.begin_counting(plan.num_rows, spans),
+            books=books,
             tiers=tiers,
         )
         if ran.waits:
-            self.scheduler.abandon(plan)
+            self._abandon(_UnderWay(plan, began, books))
             self.is_held = True
             return []
         sent = sent_step(plan, rows)
@@ -159,13 +171,22 @@ class PipelineEngine(Engine):
             dropped=self._first.dropped.of_step() if tiers else [],
             counted=counted,
         )
+        if self.books is not None and books is not None:
+            message = msgspec.structs.replace(
+                message,
+                allowances=sent_allowances(books),
+                start_price=self.books.start_price,
+                traced=list(books.traced),
+                trace=sent_trace(books),
+            )
+        step = _UnderWay(plan, now, books, counted)
         tensors = (on_host(ran.hidden).numpy(), sent.slices, sent.blocks, sent.tokens, served, counts)
         why = self.stages.send(message, tensors)
         if why:
-            self.scheduler.abandon(plan)
+            self._abandon(step)
             return self._in_trouble(why)
         self._opens = False
-        self._under_way[plan.step_index] = _UnderWay(plan, now, counted)
+        self._under_way[plan.step_index] = step
         self._may_start = True
         return []
 
@@ -188,8 +209,8 @@ class PipelineEngine(Engine):
         if result.outcome == "unknown run":
             return self._start_over(result.why)
         del self._under_way[result.step]
-        if result.outcome != "ran" or not self._fits(result, served, step.plan):
-            self.scheduler.abandon(step.plan)
+        if result.outcome != "ran" or not self._fits(result, served, step):
+            self._abandon(step)
             if result.outcome == "waits":
                 self.is_held = True
                 return []
@@ -199,6 +220,9 @@ class PipelineEngine(Engine):
         runs = [piece.request.state == "running" for piece in slices]  # the others ended meanwhile
         running = [piece.request.request_id for piece in slices if piece.request.state == "running"]
         self._accounts.book(running, result.hosts, served[runs])
+        if self.books is not None and step.books is not None:
+            self.books.end_step(step.plan, step.books, layers_of(result.trace))
+            self.books.learn_start_price(result.start_price)
         for piece, sums in zip(slices, result.dropped, strict=False):
             if piece.request.state == "running":
                 self._first.dropped.book(piece.request.request_id, sums, piece.count)
@@ -213,8 +237,12 @@ class PipelineEngine(Engine):
         failed = {slices[index].request.request_id: why for index, why in reversed(result.failed)}
         return self._settle(step.plan, result.token_ids, own_logprobs(result.logprobs), failed)
 
-    def _fits(self, result: StageResult, served: np.ndarray, plan: StepPlan) -> bool:
-        """Whether a result is one of this plan; the last stage is not trusted with our arrays."""
+    def _fits(self, result: StageResult, served: np.ndarray, step: _UnderWay) -> bool:
+        """Whether a result is one of this step; the last stage is not trusted with our arrays, nor with our ledgers.
+
+        What the stages have spent is then in the step's books.
+        """
+        plan, books = step.plan, step.books
         num_sampling = sum(piece.samples for piece in plan.slices)
         return (
             len(result.token_ids) == num_sampling
@@ -223,7 +251,9 @@ class PipelineEngine(Engine):
             and served.shape == (len(plan.slices), 1 + 2 * len(result.hosts))
             and all(index < len(plan.slices) for index, _ in result.failed)
             and len(result.dropped) == (len(plan.slices) if tiers_of(plan) else 0)
-            and all(map(math.isfinite, chain.from_iterable(result.dropped)))
+            and all(map(math.isfinite, [*chain.from_iterable(result.dropped), result.start_price]))
+            and is_of(result.trace, books.traced if books is not None else ())
+            and (books is None or taken_back(books, result.allowances))
         )
 
     def _take_counts(self, step: _UnderWay, counts: np.ndarray) -> None:
@@ -252,7 +282,7 @@ class PipelineEngine(Engine):
     def _start_over(self, why: str) -> list[Output]:
         """A stage has lost what its blocks held: everything is computed again, under another run."""
         log.warning("computing everything again: %s", why)
-        self._under_way.clear()
+        self.give_up_steps()
         self.scheduler.start_over()
         self._new_run()
         return self._in_trouble(why)
@@ -272,9 +302,24 @@ class PipelineEngine(Engine):
     def abandon_all(self) -> None:
         """Await no result any more: what was under way is planned again."""
         for step in self._under_way.values():
-            self.scheduler.abandon(step.plan)
+            self._abandon(step)
         self._under_way.clear()
         self._may_start = True
+
+    def _abandon(self, step: _UnderWay) -> None:
+        """A step did not happen: its requests are planned again, and may spend again what was held for it."""
+        self.scheduler.abandon(step.plan)
+        self._release(step)
+
+    def give_up_steps(self) -> None:
+        """See Engine."""
+        for step in self._under_way.values():
+            self._release(step)
+        self._under_way.clear()
+
+    def _release(self, step: _UnderWay) -> None:
+        if self.books is not None and step.books is not None:
+            self.books.give_up(step.books)
 
     def peers_changed(self, alive: Collection[str]) -> None:
         """The coordinator's word on who serves: nothing comes back through a node that does not."""

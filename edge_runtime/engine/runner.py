@@ -31,6 +31,7 @@ from edge_runtime.engine.prepared import (
 from edge_runtime.engine.quality import QualityBooks
 from edge_runtime.engine.request import Request
 from edge_runtime.engine.request_table import RequestTable, StepRows
+from edge_runtime.engine.step_books import StepBooks
 from edge_runtime.model.attention import AttentionBatch
 from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.encoder_decoder import two_halves
@@ -131,8 +132,7 @@ class Runner:
         self._prepared: PreparedSteps | None = None
         self._served = ServedWeight(len(self.port.host_names))
         routed = [index for index, layer in enumerate(self.decoder.spec.layers) if layer.gate is not None]
-        mine = [index for index in routed if self.first_layer <= index < self.last_layer]
-        self._routed_after = {index: len(mine) - place for place, index in enumerate(mine)}
+        self._routed_after = {index: len(routed) - place for place, index in enumerate(routed)}
         self._weight_is_one = {
             index: None if layer.gate is None else layer.gate.weights_sum_to_one
             for index, layer in enumerate(self.decoder.spec.layers)
@@ -165,8 +165,7 @@ class Runner:
         """
         rows = self.rows(plan)
         books = self.books if rows.encoder_tokens is None else None
-        if books is not None:
-            books.begin_step(plan)
+        step = books.begin_step(plan) if books is not None else None
         tiers = tiers_of(plan)
         spans = [(piece.request.block_table, piece.start, piece.count) for piece in plan.slices]
         ran = self.run_rows(
@@ -174,15 +173,17 @@ class Runner:
             len(plan.slices),
             hidden,
             counted=self.begin_counting(plan.num_rows, spans),
-            books=books,
+            books=step,
             tiers=tiers,
         )
         if ran.waits:
+            if books is not None and step is not None:
+                books.give_up(step)
             return StepResult(None, None, {}, waits=True)
         request_ids = [piece.request.request_id for piece in plan.slices]
         self._served.end_step(request_ids)
-        if books is not None:
-            books.end_step(plan)
+        if books is not None and step is not None:
+            books.end_step(plan, step)
         if tiers:
             self.dropped.end_step(request_ids)
         is_last = self.last_layer == self.num_layers
@@ -203,7 +204,7 @@ class Runner:
         num_slices: int,
         hidden: Tensor | None = None,
         counted: Tensor | None = None,
-        books: QualityBooks | None = None,
+        books: StepBooks | None = None,
         tiers: Sequence[int] = (),
         dropped: Sequence[Sequence[float]] = (),
     ) -> RowsResult:
@@ -211,7 +212,7 @@ class Runner:
 
         hidden   [T, D] float32, what the stage before gave, changed in place; None where layer 0 is here
         counted  [T] int32, which rows count in their blocks; None: none do
-        books    what the rows may spend of quality; None: every slot is exact
+        books    what the rows may spend of quality, and have spent at the stages before; None: every slot is exact
         tiers    [S] sub-experts of each slice's rows, 0 for all; none where all run everything
         dropped  [S] what the stages before left out of each slice, see `DroppedMass`
         """
@@ -313,7 +314,7 @@ class Runner:
         late: Tensor | None = None
         attended = now()
         if books is not None and expert_ids is not None:
-            books.begin_layer(self._routed_after[layer])
+            books.begin_layer(self._routed_after[layer], len(self._routed_after))
         if (
             books is not None
             and step.stands_in
@@ -407,7 +408,7 @@ class Runner:
         expert_ids: Tensor,
         gate_weights: Tensor,
         row_tiers: Tensor,
-        books: QualityBooks | None,
+        books: StepBooks | None,
     ) -> SlicedRows | None:
         assert self.gates is not None, "rows have tiers where nobody can choose slices"
         caps = books.caps() if books is not None else None
@@ -484,7 +485,7 @@ class _Step:
 
     rows: StepRows
     batch: Any
-    books: QualityBooks | None
+    books: StepBooks | None
     hidden: Tensor
     tiers: Sequence[int]  # [S], none where all run everything
     stands_in: bool  # whether experts that are elsewhere may be stood in for

@@ -15,7 +15,6 @@ from edge_runtime.cache.prefix import pack_hashes, prompt_hashes
 from edge_runtime.elastic.tiers import Elasticity, tier_of
 from edge_runtime.engine.bill import Account
 from edge_runtime.engine.engine import Ended, Output, PromptPart
-from edge_runtime.engine.quality import WAYS
 from edge_runtime.engine.request import (
     FinishReason,
     Request,
@@ -25,6 +24,7 @@ from edge_runtime.engine.request import (
     encoder_prompt,
     read_params,
 )
+from edge_runtime.engine.step_books import WAYS
 from edge_runtime.errors import RequestError
 from edge_runtime.model import sampling
 from edge_runtime.model.spec import EncoderSpec

@@ -381,6 +381,7 @@ def load_share(
         loaded.engine.books = runner.books = _books_of(runner)
     else:
         loaded.engine = PipelineEngine(scheduler, runner, loaded.later, clock, settings.call_deadline_s)
+        loaded.engine.books = _books_of(runner)
     return loaded
 
 

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from edge_runtime.errors import Refusal
 from topology.speeds import LinkSpeed, NodeSpeed
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -402,6 +402,39 @@ class Choice(Struct, frozen=True, array_like=True):
     num_tokens: Index = 0
 
 
+class Allowance(Struct, frozen=True, array_like=True):
+    """A row that may spend quality, and has spent some at the stages so far.
+
+    row           of the step's rows
+    left, price   loss that it may still spend in this step; seconds of waiting that a unit of it is worth
+    spent         loss so far
+    deviates      how far stand-ins and what is left out have moved it so far, before that is squared
+    substituted, deferred, dropped  gate weight that stand-ins served, that came a layer late, and that was left out
+    reserved      loss that its tier is expected to cost in this step; dropped_loss: what it has cost so far
+    """
+
+    row: Index
+    left: Amount
+    price: Amount
+    spent: Amount = 0.0
+    deviates: Amount = 0.0
+    substituted: Amount = 0.0
+    deferred: Amount = 0.0
+    dropped: Amount = 0.0
+    reserved: Amount = 0.0
+    dropped_loss: Amount = 0.0
+
+
+class LayerTrace(Struct, frozen=True, array_like=True):
+    """How a layer served one slice's gate weight: exactly at the stage's node, exactly elsewhere, by stand-ins, a layer late,
+    not at all.
+    """
+
+    slice: Index
+    layer: Index
+    weights: tuple[Amount, Amount, Amount, Amount, Amount]
+
+
 class StageStep(Message, frozen=True):
     """From a stage to the next: go on with the rows of one step. Answered by a StageResult to the group's first stage.
 
@@ -422,10 +455,14 @@ class StageStep(Message, frozen=True):
     tiers    sub-experts of each slice's rows, 0 for all; empty where all run everything
     dropped  of each slice, where there are tiers: gate weight left out so far, expected loss, slices that ran, and of how
              many rows times layers
+    allowances   rows that may spend quality
+    start_price  what a unit of quality is worth before any was spent, as far as a stage knows
+    traced   slices of requests that want to know how each layer was served; trace: of the stages so far
     counted  slices that end a prompt whose choices of experts are wanted
     """
 
     max_body_bytes: ClassVar[int] = 1 << 20
+    max_containers: ClassVar[int] = 1 << 15  # a trace has two for each slice and layer
     tensors: ClassVar[tuple[TensorSpec, ...]] = (
         TensorSpec("rows", ("float32",), 2),
         TensorSpec("slices", ("int32",), 2),
@@ -444,6 +481,10 @@ class StageStep(Message, frozen=True):
     seconds: list[Seconds] = []
     tiers: list[Index] = []
     dropped: list[tuple[Amount, Amount, Amount, Amount]] = []
+    allowances: list[Allowance] = []
+    start_price: Amount = 0.0
+    traced: list[Index] = []
+    trace: list[LayerTrace] = []
     counted: list[Index] = []
 
 
@@ -455,10 +496,12 @@ class StageResult(Message, frozen=True):
     why        for people, unless it ran
     token_ids  of the sampling requests, in slice order; -1 where the logits are not finite
     logprobs   likewise; empty if nobody asked
-    hosts, failed, seconds, dropped, served [S, 1 + 2H], counts [c, L, E]  as in StageStep, all stages together
+    hosts, failed, seconds, dropped, allowances, start_price, trace, served [S, 1 + 2H], counts [c, L, E]
+               as in StageStep, all stages together
     """
 
     max_body_bytes: ClassVar[int] = 2 << 20
+    max_containers: ClassVar[int] = 1 << 15
     tensors: ClassVar[tuple[TensorSpec, ...]] = (
         TensorSpec("served", ("float32",), 2),
         TensorSpec("counts", ("int16",), 3),
@@ -474,6 +517,9 @@ class StageResult(Message, frozen=True):
     failed: list[tuple[Index, str]] = []
     seconds: list[Seconds] = []
     dropped: list[tuple[Amount, Amount, Amount, Amount]] = []
+    allowances: list[Allowance] = []
+    start_price: Amount = 0.0
+    trace: list[LayerTrace] = []
 
 
 class Probe(Message, frozen=True):

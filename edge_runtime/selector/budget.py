@@ -5,6 +5,7 @@ A unit of loss is a relative rise of a token's mean loss, as calibration measure
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +38,22 @@ class Ledger:
     """One user's bucket: filled by generated tokens, emptied by substitutions, never below zero.
 
     credit          what may be spent now
+    held            what steps under way may spend of it
     earned, spent   since the start; spent never exceeds earned
     """
 
     credit: float = 0.0
+    held: float = 0.0
     earned: float = 0.0
     spent: float = 0.0
 
-    def earn(self, budget: float) -> None:
-        """A token was generated whose request has this budget per token."""
-        before = self.credit
-        self.credit = max(before, min(before + budget, BURST_TOKENS * budget))
-        self.earned += self.credit - before
+    def earn(self, budget: float) -> float:
+        """A token is generated whose request has this budget per token: what that brings, as far as the bucket has room."""
+        before = self.credit + self.held
+        gain = max(before, min(before + budget, BURST_TOKENS * budget)) - before
+        self.credit += gain
+        self.earned += gain
+        return gain
 
     def spend(self, loss: float) -> None:
         """Take out what a token cost. More than there is must not have been chosen."""
@@ -57,30 +62,73 @@ class Ledger:
         self.spent += loss
 
 
+class Share(NamedTuple):
+    """What a step has of one user's ledger: `amount` of its credit, of which its own tokens bring `gain`.
+
+    ledger  the very one it was taken from: a user who is forgotten meanwhile and comes again has another
+    """
+
+    ledger: Ledger
+    amount: float
+    gain: float
+
+
+class Held(NamedTuple):
+    """What one step may spend, taken out of the ledgers until it is back.
+
+    users, budgets  of each row; a budget of 0 neither earns nor spends
+    allowances      [T] what each row may spend
+    by_user         whose credit that is
+    """
+
+    users: Sequence[str]
+    budgets: Sequence[float]
+    allowances: NDArray[np.float64]
+    by_user: dict[str, Share]
+
+
 class Ledgers:
     """The buckets of the users whose requests live here."""
 
     def __init__(self) -> None:
         self._by_user: dict[str, Ledger] = {}
 
-    def allowances(self, users: Sequence[str], budgets: Sequence[float]) -> NDArray[np.float64]:
-        """[T] what each row of a step may spend. A user's credit, with what these tokens earn, is split among its rows.
+    def hold(self, users: Sequence[str], budgets: Sequence[float]) -> Held:
+        """What each row of a step may spend: a user's credit, with what these tokens earn, is split among its rows.
 
-        users, budgets  of each row; a budget of 0 neither earns nor spends
-        Nothing is booked: a step that is tried again asks again.
+        No other step has it until `settle` or `release`.
         """
-        shares: dict[str, list[int]] = {}
+        rows_of: dict[str, list[int]] = {}
         for row, (user, budget) in enumerate(zip(users, budgets, strict=True)):
             if budget > 0:
-                shares.setdefault(user, []).append(row)
-        found = np.zeros(len(users))
-        for user, rows in shares.items():
-            known = self._by_user.get(user, Ledger())
-            after = Ledger(known.credit)
-            for row in rows:
-                after.earn(budgets[row])
-            found[rows] = after.credit / len(rows)
-        return found
+                rows_of.setdefault(user, []).append(row)
+        allowances, by_user = np.zeros(len(users)), {}
+        for user, rows in rows_of.items():
+            ledger = self.of(user)
+            gain = sum(ledger.earn(budgets[row]) for row in rows)
+            allowances[rows] = ledger.credit / len(rows)
+            by_user[user] = Share(ledger, ledger.credit, gain)
+            ledger.held, ledger.credit = ledger.held + ledger.credit, 0.0
+        return Held(users, budgets, allowances, by_user)
+
+    def release(self, held: Held) -> None:
+        """The step did not happen: its tokens have earned nothing, and may be tried again."""
+        for ledger, amount, gain in held.by_user.values():
+            ledger.held = max(0.0, ledger.held - amount)
+            ledger.credit += max(0.0, amount - gain)
+            ledger.earned -= gain
+
+    def settle(self, held: Held, losses: NDArray[np.float64]) -> None:
+        """The step is done, and its rows cost this: the rest of what was held is credit again."""
+        spent = dict.fromkeys(held.by_user, 0.0)
+        for user, budget, loss in zip(held.users, held.budgets, losses.tolist(), strict=True):
+            if budget > 0:
+                spent[user] += loss
+        for user, (ledger, amount, _) in held.by_user.items():
+            assert spent[user] <= amount * (1 + 1e-9) + 1e-12, f"{spent[user]} was spent of {amount} held"
+            ledger.held = max(0.0, ledger.held - amount)
+            ledger.credit += amount
+            ledger.spend(spent[user])
 
     def fills(self, users: Sequence[str], budgets: Sequence[float]) -> NDArray[np.float64]:
         """[T] how full each row's bucket is, 0 to 1: what a full one earns is lost."""
@@ -91,18 +139,10 @@ class Ledgers:
             ]
         )
 
-    def book(self, users: Sequence[str], budgets: Sequence[float], losses: NDArray[np.float64]) -> None:
-        """A step is done: its tokens earn, and what they cost is taken out."""
-        for user, budget in zip(users, budgets, strict=True):
-            if budget > 0:
-                self._by_user.setdefault(user, Ledger()).earn(budget)
-        for user, budget, loss in zip(users, budgets, losses.tolist(), strict=True):
-            if budget > 0 and loss > 0:
-                self._by_user[user].spend(loss)
-
     def left(self, user: str) -> float:
-        """What a user could spend now."""
-        return self._by_user[user].credit if user in self._by_user else 0.0
+        """What a user has left, with what steps under way may spend of it."""
+        known = self._by_user.get(user)
+        return known.credit + known.held if known is not None else 0.0
 
     def of(self, user: str) -> Ledger:
         return self._by_user.setdefault(user, Ledger())
@@ -152,6 +192,13 @@ class Prices:
     def values(self, budgets: Sequence[float]) -> NDArray[np.float64]:
         """[T] the price for each row; 0 for rows without a budget."""
         return np.array([self._price(budget).value if budget > 0 else 0.0 for budget in budgets])
+
+    def begin_at(self, start: float) -> None:
+        """Somebody knows what spending is worth at the start, where so far nobody did."""
+        if self.start == 0 and start > 0:
+            self.start = start
+            for price in self._by_budget.values():
+                price.value = price.value or start
 
     def observe(self, budgets: Sequence[float], losses: NDArray[np.float64]) -> None:
         """A step is done, and its rows cost this."""

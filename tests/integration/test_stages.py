@@ -53,6 +53,16 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def lending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Four nodes so small that stages have a part of their experts elsewhere."""
+    keys = {"placement": '"similarity"', "memory_ratio": "1.0"}
+    topology = write_topology(tmp_path_factory.mktemp("lending"), HERE / "two_pairs.toml", **keys)
+    topology.write_text(topology.read_text().replace("410 MiB", "364 MiB"))
+    with LocalCluster(topology) as cluster:
+        yield cluster
+
+
 def test_32_streams_over_four_stages_get_the_tokens_and_bits_of_one_node(
     four: LocalCluster, one_node: LocalCluster
 ) -> None:
@@ -87,6 +97,19 @@ def test_an_answer_says_what_every_stage_did_for_it(four: LocalCluster) -> None:
     }
     assert answer["bill"]["exact_here"] + answer["bill"]["exact_elsewhere"] == pytest.approx(1)
     assert answer["bill"]["exact_elsewhere"] > 0.1, "layer 0 has its experts elsewhere"
+
+
+def test_a_budget_is_spent_over_stages_and_exact_answers_stay_so(lending: LocalCluster) -> None:
+    assert len(lending.status()["groups"][0]["stages"]) > 1
+    alone = lending.answer("def main():", "--max-tokens", "24", "--ignore-eos")
+    entries = [{"prompt": "def main():"}, {"prompt": "def main():", "quality": 0.2}]
+    exact, quick = lending.answers(entries, "--max-tokens", "24", "--ignore-eos")
+    assert exact["token_ids"] == alone["token_ids"] and exact["bill"].get("budget_spent", 0) == 0
+    bill = quick["bill"]
+    assert bill["substituted"] > 0 and 0 < bill["budget_spent"] <= 24 * 0.2 and bill["budget_left"] >= 0
+    assert bill["budget_spent"] + bill["budget_left"] <= 24 * 0.2 * (1 + 1e-9)
+    shares = [bill[key] for key in ("exact_here", "exact_elsewhere", "substituted", "deferred", "dropped")]
+    assert sum(shares) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_an_abort_frees_the_blocks_of_all_stages(four: LocalCluster) -> None:

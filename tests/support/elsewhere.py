@@ -59,6 +59,13 @@ class Elsewhere:
         found, self._owed, self._next = self._owed, self._next, None
         return found
 
+    def take_late(self) -> Choice | None:
+        return None
+
+    @property
+    def drag_per_deviation(self) -> float:
+        return 0.0 if self.selector is None else self.selector.drag_per_deviation
+
     def start_price(self) -> float:
         return 0.0 if self.selector is None else self.selector.start_price()
 
@@ -136,9 +143,10 @@ def some_elsewhere(num_layers: int, num_experts: int, num_peers: int = 2, share:
 def budget_engine(whole: Whole, port: Elsewhere, **options: object) -> Engine:
     """An engine on that port, with books."""
     engine = engine_of(whole, port=port, **options)
-    engine.books = engine.runner.books = QualityBooks(
-        port.choose,
-        port.start_price,
-        drag=lambda: port.selector.drag_per_deviation if port.selector is not None else 0.0,
-    )
+    engine.books = engine.runner.books = books_on(port)
     return engine
+
+
+def books_on(port: Elsewhere) -> QualityBooks:
+    """Of an engine, or of a first stage, on that port."""
+    return QualityBooks(port.choose, port.start_price, drag=lambda: port.drag_per_deviation)

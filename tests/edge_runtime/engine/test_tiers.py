@@ -15,7 +15,7 @@ from edge_runtime.errors import ArtifactError
 from edge_runtime.model.build import add_experts, empty_store
 from edge_runtime.model.moe import LocalExperts
 from tests.support.decoders import all_experts
-from tests.support.elsewhere import Elsewhere, budget_engine, selector_of, some_elsewhere
+from tests.support.elsewhere import Elsewhere, books_on, budget_engine, selector_of, some_elsewhere
 from tests.support.engines import Whole, engine_of, pipeline_of, placed_experts, run_to_end, whole_model
 
 N, FULL = 4, 16
@@ -196,11 +196,23 @@ def priced(parts: SubExperts, loss: float) -> SubExperts:
     return parts._replace(drop_loss=dict.fromkeys(range(6), loss), power=2.0)
 
 
-def with_budgets(split, gates, asked, *, hosts=None, tokens=12, **options):
-    """Requests of (tier, quality) in one engine with books: how each ended, and what rows ran."""
-    port = Elsewhere(split, np.zeros((6, 32), np.int32) if hosts is None else hosts, selector_of(6, 32, 2))
-    engine = budget_engine(split, port)
-    engine.runner.gates = gates
+def with_budgets(split, gates, asked, *, hosts=None, tokens=12, cuts=(), **options):
+    """Requests of (tier, quality) in one engine with books, or over stages: how each ended, and what rows ran."""
+
+    def port(name: str = "") -> Elsewhere:
+        return Elsewhere(
+            split, np.zeros((6, 32), np.int32) if hosts is None else hosts, selector_of(6, 32, 2)
+        )
+
+    if cuts:
+        engine = pipeline_of(split, cuts, port=port)
+        engine.books = books_on(engine.runner.port)
+        runners = [engine.runner, *(stage.runner for stage in engine.stages.stages)]
+    else:
+        engine = budget_engine(split, port())
+        runners = [engine.runner]
+    for runner in runners:
+        runner.gates = gates
     for i, (tier, quality) in enumerate(asked):
         params = SamplingParams(max_tokens=tokens, seed=0, ignore_eos=True, quality=quality)
         engine.submit(Request(f"r{i}", [5 + 7 * i, 90 + i, 400], params, 0.0, tier=tier, **options))
@@ -244,6 +256,18 @@ def test_nobody_overdraws_and_nobody_runs_below_its_tier(plain, split, parts, as
             for name in ("exact_here", "exact_elsewhere", "substituted", "deferred", "dropped")
         ]
         assert sum(shares) == pytest.approx(1) and min(shares) >= 0
+
+
+@pytest.mark.parametrize("cuts", [[3], [1, 3, 4]])
+def test_tiers_that_pay_from_a_ledger_raise_k_over_stages_as_on_one_node(plain, split, parts, cuts):
+    gates = ProxyGates(plain.checkpoint, priced(parts, 2.0), range(6))
+    asked = [(4, 0.01), (9, 0.003), (6, "exact"), (0, 0.1)]
+    expected = with_budgets(split, gates, asked)
+    found = with_budgets(split, gates, asked, cuts=cuts)
+    assert expected[0].bill["K_run"] > 4
+    for one, staged in zip(expected, found, strict=True):
+        assert staged.request.output_ids == one.request.output_ids
+        assert staged.bill == pytest.approx(one.bill, rel=1e-6, abs=1e-9)
 
 
 def test_k_is_raised_to_what_a_budget_covers(plain, split, parts):

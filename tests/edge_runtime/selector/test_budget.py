@@ -18,10 +18,11 @@ def test_no_ledger_is_ever_overdrawn_by_random_traffic(steps):
     ledgers, earned, spent = Ledgers(), dict.fromkeys("abc", 0.0), dict.fromkeys("abc", 0.0)
     for rows in steps:
         users, budgets, shares = (list(part) for part in zip(*rows, strict=True))
-        allowance = ledgers.allowances(users, budgets)
+        held = ledgers.hold(users, budgets)
+        allowance = held.allowances
         assert (allowance >= 0).all() and (allowance[np.array(budgets) == 0] == 0).all()
         losses = allowance * np.array(shares)
-        ledgers.book(users, budgets, losses)
+        ledgers.settle(held, losses)
         for user, budget, loss in zip(users, budgets, losses.tolist(), strict=True):
             earned[user] += budget
             spent[user] += loss
@@ -30,18 +31,64 @@ def test_no_ledger_is_ever_overdrawn_by_random_traffic(steps):
             assert 0 <= ledgers.left(user) <= BURST_TOKENS * 0.03 * (1 + 1e-9)
 
 
+def earn(ledgers, user, budget, tokens):
+    """Tokens that cost nothing."""
+    ledgers.settle(ledgers.hold([user] * tokens, [budget] * tokens), np.zeros(tokens))
+
+
 def test_a_user_with_several_rows_in_a_step_splits_one_credit():
     ledgers = Ledgers()
-    ledgers.book(["ann"], [0.01], np.array([0.0]))
-    assert ledgers.allowances(["ann", "bob", "ann"], [0.01, 0.01, 0.01]).tolist() == pytest.approx(
-        [0.015, 0.01, 0.015]
-    )
+    earn(ledgers, "ann", 0.01, 1)
+    held = ledgers.hold(["ann", "bob", "ann"], [0.01, 0.01, 0.01])
+    assert held.allowances.tolist() == pytest.approx([0.015, 0.01, 0.015])
 
 
-def test_asking_books_nothing():
+def test_a_step_that_did_not_happen_has_earned_and_spent_nothing():
     ledgers = Ledgers()
-    assert [ledgers.allowances(["ann"], [0.01])[0] for _ in range(3)] == [0.01] * 3
-    assert ledgers.left("ann") == 0.0
+    for _ in range(3):
+        held = ledgers.hold(["ann"], [0.01])
+        assert held.allowances.tolist() == [0.01]
+        ledgers.release(held)
+    assert ledgers.left("ann") == 0.0 and ledgers.of("ann").earned == 0.0
+
+
+def test_who_is_forgotten_and_comes_again_has_nothing_of_a_step_begun_before():
+    for ends in (lambda ledgers, held: ledgers.settle(held, np.zeros(1)), Ledgers.release):
+        ledgers = Ledgers()
+        earn(ledgers, "ann", 0.01, 10)
+        held = ledgers.hold(["ann"], [0.01])
+        ledgers.forget("ann")
+        earn(ledgers, "ann", 0.01, 1)
+        ends(ledgers, held)
+        assert ledgers.left("ann") == pytest.approx(0.01)
+
+
+def test_steps_under_way_at_once_never_have_the_same_credit():
+    ledgers = Ledgers()
+    earn(ledgers, "ann", 0.01, 10)
+    first, second = ledgers.hold(["ann"], [0.01]), ledgers.hold(["ann"], [0.01])
+    assert first.allowances[0] == pytest.approx(0.11) and second.allowances[0] == pytest.approx(0.01)
+    ledgers.settle(second, second.allowances)
+    ledgers.settle(first, first.allowances / 2)
+    assert ledgers.left("ann") == pytest.approx(0.055)
+
+
+@given(st.lists(st.tuples(st.sampled_from("hsr"), BUDGETS, st.floats(0, 1)), max_size=80))
+def test_whatever_comes_back_in_whatever_order_the_ledger_adds_up(events):
+    ledgers, under_way = Ledgers(), []
+    for kind, budget, share in events:
+        if kind == "h" or not under_way:
+            under_way.append(ledgers.hold(["ann", "ann"], [budget, budget]))
+            continue
+        held = under_way.pop(int(share * (len(under_way) - 1)))
+        if kind == "s":
+            ledgers.settle(held, held.allowances * share)
+        else:
+            ledgers.release(held)
+        ledger = ledgers.of("ann")
+        assert ledger.credit >= -1e-12 and ledger.spent <= ledger.earned * (1 + 1e-9) + 1e-12
+        assert ledger.credit + ledger.held == pytest.approx(ledger.earned - ledger.spent, abs=1e-9)
+        assert ledger.credit + ledger.held <= BURST_TOKENS * 0.03 * (1 + 1e-9)
 
 
 def test_credit_is_kept_for_a_burst_and_no_more():
@@ -55,9 +102,9 @@ def test_credit_is_kept_for_a_burst_and_no_more():
 
 def test_a_bucket_is_full_when_more_would_be_lost():
     ledgers = Ledgers()
-    ledgers.book(["ann"] * 16, [0.01] * 16, np.zeros(16))
+    earn(ledgers, "ann", 0.01, 16)
     assert ledgers.fills(["ann", "bob", "ann"], [0.01, 0.01, 0.0]).tolist() == pytest.approx([0.5, 0.0, 0.0])
-    ledgers.book(["ann"] * 40, [0.01] * 40, np.zeros(40))
+    earn(ledgers, "ann", 0.01, 40)
     assert ledgers.fills(["ann"], [0.01])[0] == pytest.approx(1.0)
 
 

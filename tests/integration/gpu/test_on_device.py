@@ -6,10 +6,9 @@ import torch
 
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.cache.signatures import SignatureCache
-from edge_runtime.engine.quality import QualityBooks
+from edge_runtime.engine.step_books import StepBooks
 from edge_runtime.model.moe import LocalExperts, Slices, run_pairs
-from edge_runtime.selector.account import StepAccount
-from edge_runtime.selector.budget import Prices
+from edge_runtime.selector.account import RowAccount
 from edge_runtime.selector.choose import DROPPED, EXACT, Choice
 from kernels import backends, ops, slices
 from kernels.transfers import on_device, on_device_as_one, on_host
@@ -111,9 +110,8 @@ def test_counts_are_added_up_on_the_device(device):
 def test_stand_ins_are_chosen_on_the_host_and_computed_on_the_device(device):
     kind = np.array([[EXACT, DROPPED]], dtype=np.int8)
     choice = Choice(np.array([[4, 2]], dtype=np.int32), kind, np.zeros(1), np.zeros(1))
-    books = QualityBooks(lambda layer, slots, may_defer: choice, lambda: 0.0)
-    books._account = StepAccount(books.ledgers, Prices(0.0), [""], [0.0])
-    books._reserved, books._weights = np.zeros(1), np.zeros((3, 1))
+    account = RowAccount(np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1))
+    books = StepBooks(account, np.zeros(1, int), np.zeros(1, int), (), lambda layer, slots, may_defer: choice)
     ids, weights = on_device((torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([[0.75, 0.25]])))
     ids, weights, late = books.stand_in(0, ids, weights, on_device(torch.zeros(1, 5)))
     assert late is None
