@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from edge_runtime.clock import ManualClock, SystemClock
@@ -95,24 +94,26 @@ def test_nodes_that_come_later_are_held_like_those_of_the_beginning(topology: Pa
 def test_nodes_that_come_later_shape_their_links_like_those_of_the_beginning(
     topology: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster, folder = read_cluster(topology), state_dir(topology)
+    cluster, folder, start = read_cluster(topology), state_dir(topology), subprocess.Popen
     before = replace(cluster, nodes=cluster.nodes[:1])
+    shaped: list[bool] = []
+
+    def noted(words: list[str], **settings: Any) -> subprocess.Popen[bytes]:
+        shaped.append(settings["env"].get("EDGE_SHAPE") == "1")
+        return start(words, **settings)
+
+    monkeypatch.setattr("edge_runtime.launch.subprocess.Popen", noted)
     for is_shaped in (True, False):
         with monkeypatch.context() as of_up:
             if is_shaped:
                 of_up.setenv("EDGE_SHAPE", "1")
             started = [start_local(before, topology)]
         started.append(start_nodes(cluster, ["attic"], topology, folder))
-        shaped = [
-            psutil.Process(process.pid).environ().get("EDGE_SHAPE") == "1"
-            for local in started
-            for process in local.processes.values()
-        ]
         stop_local(topology, SystemClock())
         for local in started:
             for process in local.processes.values():
                 process.wait(15)
-        assert shaped == [is_shaped] * 3
+    assert shaped == [True] * 3 + [False] * 3
 
 
 def test_a_state_folder_that_cannot_be_made_is_named(topology: Path, monkeypatch: pytest.MonkeyPatch) -> None:
