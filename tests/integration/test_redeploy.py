@@ -56,6 +56,11 @@ def with_node(name: str, memory: str = "362 MiB", **keys: str) -> Callable[[str]
 def check_promise(promised: dict, cluster: LocalCluster) -> None:
     """What a preview promised is what nodes allocated: weights and KV within 5 %, and no more in all than was said."""
     for name, holds in promised["holds"].items():
+        epoch = cluster.status()["epoch"]
+        wait_for(
+            lambda name=name, epoch=epoch: cluster.node(name)["report"].get("epoch") == epoch,
+            f"{name} beats by it",
+        )
         node = cluster.node(name)
         assert node["weight_bytes"] == pytest.approx(holds["weight_bytes"], rel=0.05), name
         assert node["report"].get("kv_blocks_total", 0) == holds["kv_blocks"], name
