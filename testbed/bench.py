@@ -26,6 +26,7 @@ from topology.cluster import Cluster
 from topology.files import read_cluster
 
 READY_S = 120.0
+ENDED_S = 10.0
 SETTLE_S = 5.0
 STEP_PARTS = (
     ("plan", "step_plan"),
@@ -71,10 +72,12 @@ class RunningCluster:
         self._clock = clock
         self._folder = TemporaryDirectory(prefix="edge-bench-")
         self.pids: dict[str, int] = {}
+        self._local = launch.LocalCluster(Path(self._folder.name), {})
 
     def __enter__(self) -> "RunningCluster":
         os.environ[STATE_VARIABLE] = self._folder.name
         local = launch.start_local(self.cluster, self._topology)
+        self._local = local
         self.pids = {name: process.pid for name, process in local.processes.items()}
         try:
             launch.wait_ready(
@@ -88,6 +91,8 @@ class RunningCluster:
     def __exit__(self, *_: object) -> None:
         os.environ[STATE_VARIABLE] = self._folder.name  # another cluster may have been started meanwhile
         launch.stop_local(self._topology, self._clock)
+        for process in self._local.processes.values():
+            process.wait(ENDED_S)  # they are stopped: only their exit codes are fetched
         self._folder.cleanup()
 
     def client(self) -> Client:

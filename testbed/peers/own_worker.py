@@ -115,6 +115,7 @@ class OwnRunner:
     def parts(self, order: dict[str, Any]) -> dict[str, object]:
         """How many distinct experts a layer of a decode step reads, and what the parts of a step take, uncounted."""
         runner = self._engine.runner
+        runner.joins = False  # layers that run as one call are not seen one by one
         counting = _Counting(runner.port)
         runner.port = counting  # type: ignore[assignment]
         self.decode(order["prompts"], order["steps"])
@@ -133,6 +134,7 @@ class OwnRunner:
 
     def step_parts(self, prompts: list[list[int]], steps: int) -> StepSeconds:
         """What one decode step of these prompts takes, mean of `steps`. Only with the compiled kernels."""
+        self._engine.runner.joins = False  # layers that run as one call cannot be told apart
         took = self.decode(prompts, steps)
         runner, before = self._engine.runner, self._times_at_start
         num_steps = max(1, runner.times.steps - int(before["steps"]))
