@@ -341,7 +341,8 @@ def stop_local(
         clock.sleep(POLL_S)
     for record in read_records(directory):
         remove_record(directory, record.name)
-    (directory / LIMITED).unlink(missing_ok=True)
+    for marker in (SHAPED, LIMITED):
+        (directory / marker).unlink(missing_ok=True)
     forget_snapshot(directory)
     return [record.name for record in records]
 

@@ -115,7 +115,6 @@ class OwnRunner:
     def parts(self, order: dict[str, Any]) -> dict[str, object]:
         """How many distinct experts a layer of a decode step reads, and what the parts of a step take, uncounted."""
         runner = self._engine.runner
-        runner.joins = False  # layers that run as one call are not seen one by one
         counting = _Counting(runner.port)
         runner.port = counting  # type: ignore[assignment]
         self.decode(order["prompts"], order["steps"])
