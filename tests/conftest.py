@@ -39,6 +39,7 @@ class FilesAndClusters(LoadScopeScheduling):
         return INTEGRATION if nodeid.startswith(INTEGRATION) else nodeid.split("::", 1)[0]
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesAndClusters:
     """The processes of `--numprocesses` share tests so, whatever `--dist` says."""
     return FilesAndClusters(config, log)
