@@ -8,6 +8,7 @@ import click
 
 from testbed.bench_cli import Several, bench
 from testbed.corpus_cli import corpus
+from testbed.elastic_cli import elastic, segments
 from testbed.experiment_cli import stand_ins
 from testbed.lane_cli import lanes
 from testbed.quality_cli import quality
@@ -31,6 +32,8 @@ testbed.add_command(routing)
 testbed.add_command(routing_daemons)
 testbed.add_command(stand_ins)
 testbed.add_command(lanes)
+testbed.add_command(elastic)
+testbed.add_command(segments)
 
 
 @testbed.command(
@@ -198,50 +201,3 @@ def plans(topology: Path, streams: tuple[int, ...], rounds: int, as_json: bool) 
         topology, streams, rounds, SystemClock(), lambda line: click.echo(line, err=True)
     )
     click.echo(json.dumps([asdict(cell) for cell in cells]) if as_json else measured_plans.table(cells))
-
-
-@testbed.command(
-    epilog="\b\nExample:\n  edge-runtime testbed elastic models/edge-moe-demo --corpus corpus --out elastic"
-)
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option(
-    "--corpus", type=click.Path(path_type=Path), default=None, help="For perplexity; without it, only times."
-)
-@click.option("--artifact", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for CSV and plots.")
-@click.option("--windows", default=24, show_default=True, help="Windows of 512 tokens of validation text.")
-@click.option("--prompts", default=32, show_default=True, help="Prompts of the mixed run.")
-@click.option("--low", default=6, show_default=True, help="Tier of half of them.")
-@click.option("--size", default=8, show_default=True, help="Prompts of a batch.")
-@click.option("--rounds", default=3, show_default=True, help="Of everything timed; the quickest counts.")
-def elastic(
-    model: Path,
-    corpus: Path | None,
-    artifact: Path | None,
-    out: Path | None,
-    windows: int,
-    prompts: int,
-    low: int,
-    size: int,
-    rounds: int,
-) -> None:
-    """Measure what fewer sub-experts per token cost in perplexity and save in processor time."""
-    import torch
-
-    from edge_runtime.artifacts import artifact_folder
-    from testbed import elastic as measure
-
-    torch.set_num_threads(1)
-    checkpoint, found, parts = measure.open_parts(model, artifact or artifact_folder(model))
-    bench = measure.Bench(checkpoint, parts, size)
-    times = measure.time_rows(bench, (1, size), rounds)
-    tiers = measure.mixed_tiers(low, bench.full, prompts)
-    shown = {"time": times, "offline": measure.offline_rows(bench, tiers, size, times, rounds)}
-    if corpus is not None:
-        shown["perplexity"] = measure.perplexity_rows(
-            model, checkpoint, found, parts, corpus, windows, lambda line: click.echo(line, err=True)
-        )
-    for name, rows in shown.items():
-        click.echo(f"\n{name}\n\n{measure.table(rows)}")
-        if out is not None:
-            measure.write_rows(out, name, rows)

@@ -1,16 +1,19 @@
 """`testbed elastic`: what fewer sub-experts cost and save, measured on one model in this process.
 
-Perplexity against K over validation text, processor time per token against K, and mixed requests run at the full tier, in
-their order at each batch's highest tier, and tier by tier. Writes a CSV and a plot of each beside the tables.
+Perplexity against K over validation text, processor time per token against K and against whole experts as they lie in the
+checkpoint, and mixed requests run at the full tier, in their order at each batch's highest tier, and tier by tier. Writes a
+CSV and a plot of each beside the tables. `testbed segments`: steps layer by layer beside steps on what is kept ready.
 """
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from time import process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from calibration.elastic_eval import perplexity_table
 from calibration.plain_model import PlainModel
@@ -35,71 +38,132 @@ from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.sampling import Sampler
 from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.remote import PlacedExperts
+from edge_runtime.node.share import num_experts
+from kernels.replay import Recorder
 from topology.ids import ExpertId
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
 
-PROMPT_TOKENS, ANSWER_TOKENS, CONTEXT_TOKENS = 16, 32, 64
+HERE = Path(__file__).resolve().parent
+BUDGETS = 16
+"""Budgets that a table of segments is filled with."""
+SHAPES = (1, 2, 4, 8, 16)
+
+
+class Load(NamedTuple):
+    """What is asked of an engine.
+
+    prompt_tokens, answer_tokens  of each request
+    rows                          most rows of a step, prompts of several requests together
+    trunk_format                  how attention and head are kept
+    """
+
+    prompt_tokens: int = 16
+    answer_tokens: int = 32
+    rows: int = 512
+    trunk_format: str = "as_stored"
+
+    @property
+    def context_tokens(self) -> int:
+        """Whole blocks for both."""
+        return 16 * blocks_for(self.prompt_tokens + self.answer_tokens)
+
+
+PLAIN = Load()
 
 
 class Bench:
-    """A model with split experts in this process, and engines over it."""
+    """A model in this process, and engines over it.
 
-    def __init__(self, checkpoint: Checkpoint, parts: SubExperts, size: int) -> None:
-        self._checkpoint, self._size = checkpoint, size
+    parts  how its experts are split; None: whole experts as they lie in the checkpoint
+    size   requests that run together
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, parts: SubExperts | None, size: int, load: Load = PLAIN
+    ) -> None:
+        self._checkpoint, self._size, self.load = checkpoint, size, load
+        self._asked = 0
         spec = checkpoint.spec
-        self.gates = ProxyGates(checkpoint, parts, spec.moe_layers)
-        self.full = self.gates.elasticity.full_tier
+        self.gates = None if parts is None else ProxyGates(checkpoint, parts, spec.moe_layers)
+        self.full = 0 if self.gates is None else self.gates.elasticity.full_tier
         store = empty_store(spec)
-        experts = [
-            ExpertId(layer, index)
-            for layer, each in parts.layers.items()
-            for index in range(len(each.permutation))
-        ]
-        add_experts(store, checkpoint, experts, order_of=lambda e: parts.layers[e.layer].permutation[e.index])
-        self._trunk = load_trunk(checkpoint, spec, 0, spec.num_layers, context_tokens=CONTEXT_TOKENS)
+        experts = [ExpertId(layer, index) for layer in spec.moe_layers for index in range(num_experts(spec))]
+
+        def order(expert: ExpertId) -> Tensor | None:
+            return None if parts is None else parts.layers[expert.layer].permutation[expert.index]
+
+        add_experts(store, checkpoint, experts, order_of=order)
+        tokens, format_ = load.context_tokens, load.trunk_format
+        self._trunk = load_trunk(
+            checkpoint, spec, 0, spec.num_layers, context_tokens=tokens, trunk_format=format_
+        )
         self._port = PlacedExperts(
             node="here",
             store=store,
             hosts=dict.fromkeys(experts, ("here",)),
             links=(),
             num_layers=spec.num_layers,
-            num_experts=max(len(each.permutation) for each in parts.layers.values()),
+            num_experts=num_experts(spec),
             epoch=1,
             deadline_s=1.0,
             clock=SystemClock(),
         )
 
-    def engine(self) -> Engine:
+    def engine(self, *, joins: bool = True, record: Recorder | None = None) -> Engine:
         """A fresh one: nothing cached."""
-        spec, clock, size = self._checkpoint.spec, SystemClock(), self._size
-        num_blocks = size * blocks_for(CONTEXT_TOKENS)
-        rows = max(64, size)
+        spec, clock, size, tokens = (
+            self._checkpoint.spec,
+            SystemClock(),
+            self._size,
+            self.load.context_tokens,
+        )
+        num_blocks = size * blocks_for(tokens)
+        rows = max(self.load.rows, size)
         decoder = Decoder(
             spec, self._trunk, KVPages(num_blocks, spec.kv_shapes(0, spec.num_layers)), max_rows=rows
         )
-        runner = Runner(decoder, self._port, RequestTable(size, CONTEXT_TOKENS), clock, gates=self.gates)
+        table = RequestTable(size, tokens)
+        runner = Runner(decoder, self._port, table, clock, gates=self.gates, joins=joins, record=record)
         settings = SchedulerSettings(
-            vocab_size=spec.vocab_size, context_tokens=CONTEXT_TOKENS, max_rows=rows, max_running=size
+            vocab_size=spec.vocab_size, context_tokens=tokens, max_rows=rows, max_running=size
         )
         scheduler = Scheduler(settings, BlockPool(num_blocks), model_hash="", tokenizer_hash="")
         return Engine(scheduler, runner, Sampler(spec.vocab_size), clock)
 
-    def seconds(self, batches: Sequence[Sequence[int]], *, batch_max: bool = False) -> float:
+    def seconds(
+        self,
+        batches: Sequence[Sequence[int]],
+        *,
+        batch_max: bool = False,
+        engine: Engine | None = None,
+    ) -> float:
         """Processor time to answer batches of prompts, one batch after another; each prompt is its tier."""
-        self.gates.batch_max = batch_max
-        engine, number, began = self.engine(), 0, process_time()
+        if self.gates is not None:
+            self.gates.batch_max = batch_max
+        engine, began = engine or self.engine(), process_time()
         for batch in batches:
-            for tier in batch:
-                ids = [3 + (17 * number + 31 * i) % 500 for i in range(PROMPT_TOKENS)]
-                params = SamplingParams(max_tokens=ANSWER_TOKENS, seed=0, ignore_eos=True)
-                engine.submit(Request(f"r{number}", ids, params, 0.0, tier=0 if tier == self.full else tier))
-                number += 1
-            while not engine.is_idle:
-                engine.step()
-        self.gates.batch_max = False
-        return process_time() - began
+            self.tokens(batch, engine)
+        spent = process_time() - began
+        if self.gates is not None:
+            self.gates.batch_max = False
+        return spent
+
+    def tokens(self, batch: Sequence[int], engine: Engine) -> list[list[int]]:
+        """What an engine answers to prompts that are asked at once; each prompt is its tier."""
+        load, found = self.load, {}
+        for tier in batch:
+            number = self._asked = self._asked + 1
+            ids = [3 + (17 * number + 31 * i) % 500 for i in range(load.prompt_tokens)]
+            params = SamplingParams(max_tokens=load.answer_tokens, seed=0, ignore_eos=True)
+            engine.submit(Request(f"r{number}", ids, params, 0.0, tier=0 if tier == self.full else tier))
+            found[f"r{number}"] = list[int]()
+        while not engine.is_idle:
+            for output in engine.step():
+                if output.ended is not None:
+                    found[output.request_id] = list(output.ended.request.output_ids)
+        return list(found.values())
 
 
 def open_parts(model: Path, artifact_folder: Path) -> tuple[Checkpoint, Artifact, SubExperts]:
@@ -149,7 +213,7 @@ def time_rows(bench: Bench, sizes: Sequence[int], rounds: int) -> list[Row]:
     for _ in range(rounds):
         for size in sizes:
             for tier in tiers:
-                seconds = bench.seconds([[tier] * size]) / (size * ANSWER_TOKENS)
+                seconds = bench.seconds([[tier] * size]) / (size * bench.load.answer_tokens)
                 best[size, tier] = min(best.get((size, tier), seconds), seconds)
     return [
         {
@@ -180,15 +244,87 @@ def offline_rows(
         "in order, own tiers": (in_order, False),
         "tier by tier": (by_tier, False),
     }
-    best: dict[str, float] = {}
+    spent: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, (batches, batch_max) in ways.items():
-            seconds = bench.seconds(batches, batch_max=batch_max)
-            best[name] = min(best.get(name, seconds), seconds)
-    num_tokens = len(tiers) * ANSWER_TOKENS
+            spent[name].append(bench.seconds(batches, batch_max=batch_max))
+    num_tokens, fixed = len(tiers) * bench.load.answer_tokens, min(spent["full tier"])
     return [
-        {"way": name, "tokens_per_cpu_s": num_tokens / seconds, "of_full": best["full tier"] / seconds}
-        for name, seconds in best.items()
+        {
+            "way": name,
+            "tokens_per_cpu_s": num_tokens / min(seconds),
+            "slowest": num_tokens / max(seconds),
+            "of_full": fixed / min(seconds),
+        }
+        for name, seconds in spent.items()
+    ]
+
+
+def whole_rows(split: Bench, whole: Bench, sizes: Sequence[int], rounds: int) -> list[Row]:
+    """Processor time per token at the full tier, experts split and as they lie in the checkpoint, in rounds that take turns."""
+    rows: list[Row] = []
+    for size in sizes:
+        spent: dict[str, list[float]] = {"split": [], "whole": []}
+        for _ in range(rounds):
+            for name, bench in (("whole", whole), ("split", split)):
+                spent[name].append(bench.seconds([[bench.full] * size]))
+        ratios = [a / b for a, b in zip(spent["split"], spent["whole"], strict=True)]
+        us = {name: 1e6 * min(each) / (size * split.load.answer_tokens) for name, each in spent.items()}
+        rows.append(
+            {"n": size, "whole_us": us["whole"], "split_us": us["split"], "median_ratio": median(ratios)}
+        )
+    return rows
+
+
+def segment_rows(
+    bench: Bench, sizes: Sequence[int], rounds: int, record: Recorder | None = None
+) -> list[Row]:
+    """Processor time per token at the full tier and at half of it, layer by layer and on segments that are kept ready.
+
+    record  how they are recorded; None: layers that run together, on buffers
+    """
+    rows: list[Row] = []
+    for size in sizes:
+        for tier in (bench.full, bench.full // 2):
+            engines = {
+                "by layer": bench.engine(joins=False),
+                "segments": bench.engine(joins=record is None, record=record),
+            }
+            for engine in engines.values():  # what is recorded when first used is recorded here
+                bench.seconds([[tier] * size], engine=engine)
+            spent: dict[str, list[float]] = {name: [] for name in engines}
+            for _ in range(rounds):
+                for name, engine in engines.items():
+                    spent[name].append(bench.seconds([[tier] * size], engine=engine))
+            ratios = [b / a for a, b in zip(spent["by layer"], spent["segments"], strict=True)]
+            each = size * bench.load.answer_tokens
+            rows.append(
+                {
+                    "n": size,
+                    "K": tier,
+                    "by_layer_us": 1e6 * median(spent["by layer"]) / each,
+                    "segments_us": 1e6 * median(spent["segments"]) / each,
+                    "ratio": median(ratios),
+                    "least": min(ratios),
+                    "most": max(ratios),
+                }
+            )
+    return rows
+
+
+def kept_rows(bench: Bench) -> list[Row]:
+    """What is kept ready for 16 budgets at each of some shapes, and what as many whole steps would take."""
+    runner = bench.engine().runner
+    table = runner.prepared.table
+    budgets = sorted({1 + place * (bench.full - 1) // (BUDGETS - 1) for place in range(BUDGETS)})
+    for rows in SHAPES:
+        for budget in budgets:
+            table.get(rows, 0 if budget == bench.full else budget)
+    counts = table.counts()
+    return [
+        {"kept": "segments", "entries": counts.attention + counts.experts, "bytes": counts.num_bytes},
+        {"kept": "whole steps", "entries": counts.whole, "bytes": counts.whole_bytes},
+        {"kept": "share spared", "entries": None, "bytes": counts.spared},
     ]
 
 
@@ -198,7 +334,7 @@ def mixed_tiers(low: int, full: int, count: int) -> list[int]:
     return [low if place % 2 else full for place in order]
 
 
-def write_rows(folder: Path, name: str, rows: Sequence[Row]) -> None:
+def write_rows(folder: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """A CSV, and a plot where matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.csv").open("w", newline="") as file:
@@ -227,7 +363,7 @@ def write_rows(folder: Path, name: str, rows: Sequence[Row]) -> None:
     figure.savefig(folder / f"{name}.svg")
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown."""
     lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
     lines += ["| " + " | ".join(_shown(value) for value in row.values()) + " |" for row in rows]

@@ -1,11 +1,11 @@
 """The one script for a machine with a GPU: `python -m testbed.gpu_check`. It takes less than five minutes.
 
 Holds every Triton kernel to its plain definition, decode rows to the same bits in any batch, a decode segment to itself
-under torch.compile and in a captured graph, and nodes of the demo model on the GPU to one on the processor, by real
-daemons. All that runs in several processes, since most of it is compiling; what fails is said at once and stops nothing
-else. Then each kernel is timed alone, beside what memory and matrix units do at best and beside torch. Prints a table for
-kernels/README.md. Exit code 0: all well, 1: something differs or fails, 2: no GPU here.
-With TRITON_INTERPRET=1 the comparisons run on the CPU at tiny sizes, to check this script itself.
+under torch.compile and in a captured graph, steps of the demo model on captured segments to steps layer by layer, and
+nodes of it on the GPU to one on the processor, by real daemons. All that runs in several processes, since most of it is
+compiling; what fails is said at once and stops nothing else. Then each kernel is timed alone, beside what memory and
+matrix units do at best and beside torch. Prints a table for kernels/README.md. Exit code 0: all well, 1: something differs
+or fails, 2: no GPU here. With TRITON_INTERPRET=1 the comparisons run on the CPU at tiny sizes, to check this script itself.
 """
 
 import datetime
@@ -302,6 +302,28 @@ def decode_segment(s: Sizes, make: Inputs) -> tuple[Callable[[Tensor], Tensor], 
     return run, make.normal(s.B, s.D, dtype=torch.float32)
 
 
+def recorded_steps(device: torch.device) -> Iterator[Result]:
+    """Decode steps of the demo model on captured segments and layer by layer: tokens that differ, and what is kept."""
+    from kernels import backends, replay
+    from testbed import elastic
+
+    backends.use("triton", device)
+    model = elastic.HERE / "models" / "edge-moe-demo"
+    checkpoint, _, parts = elastic.open_parts(model, model / "calibration")
+    bench = elastic.Bench(checkpoint, parts, 4, elastic.Load(answer_tokens=12))
+    tiers = (bench.full, 6, bench.full // 2, 6)
+    record = replay.REPEATING if INTERPRETED else replay.CUDA_GRAPH
+    expected = bench.tokens(tiers, bench.engine(joins=False))
+    engine = bench.engine(joins=False, record=record)
+    for turn in ("captured", "replayed"):
+        found = bench.tokens(tiers, engine)
+        wrong = sum(a != b for a, b in zip(found, expected, strict=True))
+        yield f"steps on {record.name}, {turn}: answers that differ", float(wrong), 0.5
+    counts = engine.runner.segment_counts()
+    name = f"{counts.attention} + {counts.experts} segments, {counts.num_bytes / 1e6:.1f} MB"
+    yield f"{name}, of whole steps", 1 - counts.spared, 1.0
+
+
 def replays(s: Sizes, make: Inputs) -> Iterator[Result]:
     """The decode segment eager, captured, and under torch.compile: bits that differ."""
     run, residual = decode_segment(s, make)
@@ -509,6 +531,7 @@ SECTIONS: dict[str, Callable[[Sizes, Inputs], Iterator[Result]]] = {
 }
 ON_DEVICE: dict[str, Callable[[Sizes, Inputs], Iterator[Result]]] = {
     "replays": replays,
+    "recorded steps": lambda s, make: recorded_steps(make.device),
     "nodes": lambda s, make: node_checks("cuda"),
 }
 
@@ -535,7 +558,7 @@ def all_sections() -> Iterator[tuple[str, list[Result], str]]:
         return
     processes = max(1, min(PROCESSES, (os.cpu_count() or 2) // 2))
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        names = ("nodes", *SECTIONS, "replays")  # the longest first
+        names = ("nodes", "recorded steps", *SECTIONS, "replays")  # the longest first
         jobs = {pool.submit(run_section, name): name for name in names}
         for job in as_completed(jobs):
             try:

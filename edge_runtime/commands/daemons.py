@@ -1,6 +1,7 @@
 """Commands that run daemons: `up`, `down`, `node`, `coordinator`."""
 
 import hashlib
+import logging
 import os
 import secrets
 import signal
@@ -12,6 +13,7 @@ import click
 
 from edge_runtime.clock import SystemClock
 from edge_runtime.commands.shared import (
+    compile_option,
     connect,
     example,
     keys_of,
@@ -24,6 +26,7 @@ from edge_runtime.commands.shared import (
     topology_option,
 )
 from edge_runtime.config import (
+    COMPILE_VARIABLE,
     SHAPE_VARIABLE,
     read_snapshot,
     resolve_topology_path,
@@ -44,6 +47,7 @@ READY_S = 300.0
 @click.command(epilog=example("edge-runtime up --topology testbed/scenarios/eight_nodes.toml --detach"))
 @topology_option
 @shape_option
+@compile_option
 @click.option(
     "--limits",
     is_flag=True,
@@ -53,7 +57,7 @@ READY_S = 300.0
 @click.option(
     "--wait", "wait_s", default=READY_S, show_default=True, help="Seconds until all nodes must be ready."
 )
-def up(topology: Path | None, shape: bool, limits: bool, detach: bool, wait_s: float) -> None:
+def up(topology: Path | None, shape: bool, compiles: bool, limits: bool, detach: bool, wait_s: float) -> None:
     """Start the coordinator and every node of the file on this machine."""
     from edge_runtime import launch
 
@@ -64,6 +68,8 @@ def up(topology: Path | None, shape: bool, limits: bool, detach: bool, wait_s: f
 
         cluster_shaper(cluster, launch.COORDINATOR)  # a file that cannot be shaped is refused here, once
         os.environ[SHAPE_VARIABLE] = "1"  # for the daemons
+    if compiles:
+        os.environ[COMPILE_VARIABLE] = "1"
     clock = SystemClock()
     if cluster.model.startswith(HUB):
         from edge_runtime.weights.locate import open_model
@@ -116,7 +122,8 @@ def down(topology: Path | None) -> None:
 @click.argument("words", nargs=-1, required=True, metavar="NAME | drain NAME")
 @topology_option
 @shape_option
-def node(words: tuple[str, ...], topology: Path | None, shape: bool) -> None:
+@compile_option
+def node(words: tuple[str, ...], topology: Path | None, shape: bool, compiles: bool) -> None:
     """Run this machine's daemon, or drain a node of a cluster that runs.
 
     \b
@@ -131,10 +138,10 @@ def node(words: tuple[str, ...], topology: Path | None, shape: bool) -> None:
     if len(words) == 2:
         _drain(words[1], path)
     else:
-        _run_node(words[0], path, shape)
+        _run_node(words[0], path, shape, compiles)
 
 
-def _run_node(name: str, path: Path, shape: bool) -> None:
+def _run_node(name: str, path: Path, shape: bool, compiles: bool) -> None:
     cluster = read_cluster(path, needs_model=False)
     mine = find_node(cluster, name)
     setup_logging(name)
@@ -143,12 +150,17 @@ def _run_node(name: str, path: Path, shape: bool) -> None:
     from edge_runtime.launch import recorded
     from edge_runtime.node.daemon import NodeDaemon
     from edge_runtime.weights.locate import located, model_for_node
-    from kernels import backends
+    from kernels import backends, replay
 
+    if compiles:
+        os.environ[COMPILE_VARIABLE] = "1"
     try:
         backends.use_device(mine.device)
+        replay.recorder()
     except ValueError as error:
         raise ConfigError(f"{path}: node {name}, {error}") from None
+    if needless := replay.why_not_compiled():
+        logging.getLogger(__name__).info("%s", needless)
     clock = SystemClock()
     checkpoint, cache = model_for_node(cluster, mine, keys, clock)
     daemon = NodeDaemon(located(cluster, checkpoint), mine, checkpoint, keys, clock, cache)

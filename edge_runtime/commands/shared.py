@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edge_runtime.clock import SystemClock
-from edge_runtime.config import SHAPE_VARIABLE, last_good_text, remember_good
+from edge_runtime.config import COMPILE_VARIABLE, SHAPE_VARIABLE, last_good_text, remember_good
 from edge_runtime.errors import DeadlinePassed
 from topology.cluster import Cluster
 from topology.errors import TopologyError
@@ -32,6 +32,13 @@ shape_option = click.option(
     is_flag=True,
     envvar=SHAPE_VARIABLE,
     help="Give the links between nodes the `rtt` and `bandwidth` of the file; all of it must be this machine.",
+)
+compile_option = click.option(
+    "--compile",
+    "compiles",
+    is_flag=True,
+    envvar=COMPILE_VARIABLE,
+    help="Compile what decode steps repeat, where kernels are plain torch; others say that they need none.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
 

@@ -2,8 +2,8 @@
 
 A whole step kept ready for S shapes and K budgets needs S x K of everything. Only the experts depend on the budget, so cut
 between attention and experts S + S x K are enough, and those that are many are small (MoE-Prism, "segmented graphs"). What a
-segment is depends on the device: buffers and a prepared call on a CPU; a GPU would have captured graphs, and has none yet.
-This file knows keys, not what is under them.
+segment is depends on the kernels that serve: buffers and a prepared call (`prepared`), or recorded work, which is a captured
+graph on a GPU (`captured`). This file knows keys, not what is under them.
 """
 
 import math

@@ -1,8 +1,9 @@
 """Segments on a CPU: buffers made once per key, and layers between which nobody is asked as one prepared native call.
 
 Attention and gate of a layer are one native call, and so are its experts: a segment has nothing left to compile. What is
-left is the list: neighbouring layers whose experts are all here run without a return to Python, with the same bits. On a
-GPU no layer can be joined, and no segment is made. Knows the Decoder, and of the port which layers are here; knows no request.
+left is the list: neighbouring layers whose experts are all here run without a return to Python, with the same bits. Other
+kernels join no layers, and no segment is made here: see `captured`. Knows the Decoder, and of the port which layers are
+here; knows no request.
 """
 
 from collections.abc import Mapping

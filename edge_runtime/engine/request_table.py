@@ -36,6 +36,11 @@ class RequestTable:
         self._known_tokens = [0] * max_running
         self._version = [-1] * max_running
 
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of the longest request that has a line."""
+        return self._blocks.shape[1]
+
     def rows(self, plan: StepPlan) -> StepRows:
         """Lay out the rows of a plan, slice after slice."""
         slices = plan.slices

@@ -18,8 +18,9 @@ from edge_runtime.cache.signatures import SignatureCache
 from edge_runtime.clock import Clock
 from edge_runtime.elastic.gates import SlicedRows, TierGates
 from edge_runtime.engine.bill import Account, ServedWeight
+from edge_runtime.engine.captured import CapturedStep, CapturedSteps
 from edge_runtime.engine.dropped import Dropped, DroppedMass
-from edge_runtime.engine.graphs import Span
+from edge_runtime.engine.graphs import SegmentCounts, Span
 from edge_runtime.engine.plan import StepPlan
 from edge_runtime.engine.prepared import (
     AttentionSegment,
@@ -38,6 +39,7 @@ from edge_runtime.model.encoder_decoder import two_halves
 from edge_runtime.model.moe import ExpertPort, Missing, Owed, joined
 from kernels import ops
 from kernels.layer_runs import LayerRun
+from kernels.replay import Recorder
 from kernels.transfers import on_device, on_host
 
 
@@ -113,6 +115,7 @@ class Runner:
     pages       where the decoder keeps keys and values, for those who hand blocks on
     gates       who chooses the slices of rows at a tier; None where experts are whole
     joins       layers between which nobody is asked run as one call; see `prepared`
+    record      how segments of decode steps are recorded; None: layers run by themselves, or joined
     dropped     what those rows left out
     """
 
@@ -126,10 +129,12 @@ class Runner:
     pages: KVPages | None = None
     gates: TierGates | None = None
     joins: bool = True
+    record: Recorder | None = None
     dropped: DroppedMass = field(default_factory=DroppedMass)
 
     def __post_init__(self) -> None:
         self._prepared: PreparedSteps | None = None
+        self._captured: CapturedSteps | None = None
         self._served = ServedWeight(len(self.port.host_names))
         routed = [index for index, layer in enumerate(self.decoder.spec.layers) if layer.gate is not None]
         self._routed_after = {index: len(routed) - place for place, index in enumerate(routed)}
@@ -145,6 +150,22 @@ class Runner:
         if found is None or found.gates is not self.gates or found.joins != self.joins:
             found = self._prepared = PreparedSteps(self.decoder, self.gates, joins=self.joins)
         return found
+
+    @property
+    def captured(self) -> CapturedSteps | None:
+        """The recorded segments of its steps, likewise; None where nothing is recorded."""
+        found, record = self._captured, self.record
+        if record is None:
+            return None
+        if found is None or found.gates is not self.gates or found.record is not record:
+            found = CapturedSteps(self.decoder, self.gates, record, num_blocks=self.table.most_blocks)
+            self._captured = found
+        return found
+
+    def segment_counts(self) -> SegmentCounts:
+        """What of its steps is kept ready. May be asked by another thread."""
+        captured = self.captured
+        return self.prepared.table.counts() if captured is None else captured.table.counts()
 
     @property
     def first_layer(self) -> int:
@@ -244,6 +265,8 @@ class Runner:
             stands_in = stands_in and not self.gates.chooses_experts
         step = _Step(rows, batch, books, hidden, tiers=tiers, stands_in=stands_in)
         step.is_looked_at = times.steps % LOOK_EVERY == 0 and len(rows.positions) == num_slices
+        step.captured = self._begin_captured(step, num_slices)
+        hidden = step.hidden
         spans = self._spans(step)
         if any(run is not None for _, run in spans):  # on a GPU none is, and nothing is kept ready for it
             of_slice = np.array(tiers, dtype=np.int32) if tiers else None
@@ -253,6 +276,7 @@ class Runner:
                 self._run_layer(span.first, step)
             else:
                 self._run_span(span, run, step)
+        self._end_captured(step)
         if step.failed and self.port.may_be_replaced():
             return RowsResult(hidden, {}, waits=True)
         self._served.add_local_layers(step.local_layers, step.num_slots)
@@ -260,16 +284,52 @@ class Runner:
 
     def _spans(self, step: "_Step") -> list[PreparedSpan]:
         """How the step runs: in one call where nobody has to see or change what happens between gate and experts."""
+        if step.captured is not None or not self._is_unseen(step):
+            return self.prepared.one_by_one()
+        return self.prepared.spans(self.port.banks_here())  # type: ignore[attr-defined]
+
+    def _is_unseen(self, step: "_Step") -> bool:
+        """Whether nobody has to see or change what happens between gate and experts."""
         books, gates = step.books, self.gates
-        banks_here = getattr(self.port, "banks_here", None)
-        if (
-            banks_here is None
+        return not (
+            getattr(self.port, "banks_here", None) is None
             or step.rows.encoder_tokens is not None
             or (books is not None and (books.is_open or books.is_traced))
-            or (len(step.tiers) and gates is not None and gates.chooses_experts)
-        ):
-            return self.prepared.one_by_one()
-        return self.prepared.spans(banks_here())
+            or (len(step.tiers) > 0 and gates is not None and gates.chooses_experts)
+        )
+
+    def _begin_captured(self, step: "_Step", num_slices: int) -> CapturedStep | None:
+        """The recorded segments of a step of one row for each request; None where it has none."""
+        captured, rows = self.captured, step.rows
+        if captured is None or rows.encoder_tokens is not None or len(rows.positions) != num_slices:
+            return None
+        is_unseen = self._is_unseen(step)
+        tiers = None
+        if is_unseen and step.tiers:
+            tiers = torch.tensor(step.tiers, dtype=torch.int32)[rows.row_request.long()]
+        banks = self.port.banks_here() if is_unseen else captured.banks  # type: ignore[attr-defined]
+        found = captured.begin(step.batch, step.hidden, tiers, banks)
+        if found is not None:
+            step.hidden, step.batch, step.runs_recorded = found.hidden, found.batch, is_unseen
+        return found
+
+    def _end_captured(self, step: "_Step") -> None:
+        """Look at what recorded experts gave, once for all layers: nobody could meanwhile."""
+        found, captured = step.captured, self.captured
+        if found is None or captured is None or not found.layers:
+            return
+        spoilt = captured.not_finite(found)
+        if spoilt is not None:
+            first, last = found.layers[0], found.layers[-1]
+            why = f"layers {first} to {last} on {self.port.host_names[0]} gave numbers that are not finite"
+            for index in torch.unique(step.rows.row_request[on_host(spoilt)]).tolist():
+                step.failed.setdefault(index, why)
+        experts = found.experts
+        if experts.tiers is not None and experts.dropped is not None and self.gates is not None:
+            lines = [layer - self.first_layer for layer in found.layers]
+            shares = on_host(experts.dropped[lines]).numpy()
+            lost = self.gates.lost_by_layer(found.layers, shares)
+            self.dropped.add_layers(shares, lost, on_host(experts.tiers[lines]).numpy())
 
     def _run_span(self, span: Span, run: LayerRun, step: "_Step") -> None:
         """Layers whose experts are all here, in one call."""
@@ -310,9 +370,17 @@ class Runner:
         """One layer, and what others compute of it."""
         times, now, books, hidden = self.times, self.clock.now, step.books, step.hidden
         began = now()
-        x, expert_ids, gate_weights = self.decoder.attention_segment(layer, hidden, step.batch)
+        if step.captured is None:
+            x, expert_ids, gate_weights = self.decoder.attention_segment(layer, hidden, step.batch)
+        else:
+            x, expert_ids, gate_weights = step.captured.run_attention(layer)
         late: Tensor | None = None
         attended = now()
+        if step.captured is not None and step.runs_recorded and step.captured.run_experts(layer):
+            times.attention += attended - began
+            times.experts += now() - attended
+            self._note_recorded(layer, expert_ids, gate_weights, step)
+            return
         if books is not None and expert_ids is not None:
             books.begin_layer(self._routed_after[layer], len(self._routed_after))
         if (
@@ -365,6 +433,21 @@ class Runner:
                 served_by, on_host(gate_weights).numpy(), None if routed is None else routed.numpy()
             )
         self._note_missing(missing, step)
+
+    def _note_recorded(
+        self, layer: int, expert_ids: Tensor | None, gate_weights: Tensor | None, step: "_Step"
+    ) -> None:
+        """Book a layer whose experts ran recorded, so all of them here."""
+        assert expert_ids is not None and gate_weights is not None, "only routed layers have experts"
+        step.num_slots = expert_ids.shape[1]
+        if step.is_looked_at:
+            self._look_at(expert_ids[None])
+        if self._weight_is_one[layer]:
+            step.local_layers += 1
+        else:
+            self._served.add_layer(
+                np.zeros(expert_ids.shape, dtype=np.int32), on_host(gate_weights).numpy(), None
+            )
 
     def _look_at(self, expert_ids: Tensor) -> None:
         """Count how many experts the rows of layers touch. expert_ids [layers, T, K] int32."""
@@ -490,6 +573,8 @@ class _Step:
     tiers: Sequence[int]  # [S], none where all run everything
     stands_in: bool  # whether experts that are elsewhere may be stood in for
     segments: tuple[AttentionSegment, ExpertsSegment] | None = None  # None where every layer runs by itself
+    captured: CapturedStep | None = None  # None where nothing of it is recorded
+    runs_recorded: bool = False  # of that experts too, and not attention alone
     is_looked_at: bool = False  # whether it is counted how many experts its rows touch
     failed: dict[int, str] = field(default_factory=dict)  # slice -> why
     local_layers: int = 0  # routed, all here, and with weights that sum to 1

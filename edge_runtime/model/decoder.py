@@ -30,6 +30,7 @@ from edge_runtime.model.spec import LayerSpec, ModelSpec
 from kernels import backends, ops
 from kernels.layer_runs import RunLayer, SliceGate
 from kernels.ops import Counting, ExpertBank
+from kernels.reference.gate_topk import count
 from kernels.segments import AttentionParts, AttentionSegment, bind_attention_segment
 from kernels.transfers import on_host
 
@@ -93,6 +94,8 @@ class Decoder:
     """
 
     routed: Tensor | None = None
+    recorded_sum: Tensor | None = None
+    """[] float32, while work is recorded: gets the sum that `moe_segment` looks at otherwise."""
 
     def __init__(
         self, spec: ModelSpec, trunk: Trunk, pages: Pages, *, max_rows: int, counts: Tensor | None = None
@@ -191,7 +194,7 @@ class Decoder:
         returns  x [T, D] float32, what the experts see; expert_ids [T, K] int32 and gate_weights [T, K] float32,
                  both None in a dense layer
         """
-        spec, weights, pages, paged, chosen_by, _, segment, counts = self._layers[layer]
+        spec, weights, *_, segment, counts = self._layers[layer]
         rows, eps = self._rows(hidden.shape[0]), self.spec.norm_eps
         counted = None
         if counts is not None:
@@ -202,40 +205,35 @@ class Decoder:
             )
             segment.run(hidden, rows.x, *batch[:4], rows.scratch, logits, ids, shares, counts, counted)
             return rows.x, ids, shares
-        ops.rms_norm(hidden, weights.input_norm, eps, out=rows.x)
-        normed = weights.attention_out_norm
-        attend(
-            spec.attention,
-            weights.attention,
-            rows.x,
-            hidden if normed is None else rows.branch,
-            batch,
-            rows.attention[layer],
-            pages=pages,
-            norm_eps=eps,
-            add=normed is None,
-            options=paged,
-        )
-        if normed is not None:
-            hidden.add_(ops.rms_norm(rows.branch, normed, eps, out=rows.branch))
-        ops.rms_norm(hidden, weights.post_norm, eps, out=rows.x)
-        if weights.gate is None:
-            return rows.x, None, None
-        assert spec.gate is not None, f"layer {layer} has gate weights but its spec has no gate"
-        read = rows.x
-        if weights.gate.norm is not None:
-            read = ops.rms_norm(hidden, weights.gate.norm, eps, out=rows.side)
-        counting = None if counts is None or counted is None else Counting(counts, batch.slots, counted)
-        expert_ids, gate_weights = gate(
-            spec.gate,
-            weights.gate,
-            read,
-            logits=rows.gate_logits,
-            out=rows.chosen,
-            options=chosen_by,
-            counting=counting,
-        )
-        return rows.x, expert_ids, gate_weights
+        attend_and_gate(self._layers[layer], rows.attention[layer], rows, eps, hidden, batch, counted)
+        return (rows.x, None, None) if weights.gate is None else (rows.x, *rows.chosen)
+
+    def attention_call(self, layer: int, hidden: Tensor, batch: AttentionBatch) -> tuple[Any, ...]:
+        """What `attend_and_gate` takes to do as `attention_segment` does but for counting: the same tensors every time."""
+        rows = self._rows(hidden.shape[0])
+        return self._layers[layer], rows.attention[layer], rows, self.spec.norm_eps, hidden, batch, None
+
+    def count_chosen(self, layer: int, batch: AttentionBatch) -> None:
+        """Count what `attend_and_gate` chose without counting."""
+        counts, rows = self._layers[layer].counts, self._rows(len(batch.slots))
+        if counts is not None:
+            counted = rows.zeros if batch.counted is None else batch.counted
+            count(rows.chosen[0].long(), counts, batch.slots, counted)
+
+    def chosen(self, layer: int, num_rows: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the last `attention_segment` of so many rows returned, if it was this layer's."""
+        rows = self._rows(num_rows)
+        return (rows.x, None, None) if self._layers[layer].weights.gate is None else (rows.x, *rows.chosen)
+
+    def static_hidden(self, num_rows: int) -> Tensor:
+        """[num_rows, D] where `embed` starts the residual of so many rows."""
+        return self._rows(num_rows).hidden
+
+    def is_plain_moe(self, layer: int) -> bool:
+        """Whether all that follows attention in a layer is the weighted sum of its experts."""
+        spec, weights, *_, output_scale, _, _ = self._layers[layer]
+        beside = weights.dense, weights.shared_gate, weights.dense_norm, weights.ffn_out_norm, output_scale
+        return spec.gate is not None and all(part is None for part in beside)
 
     def adds_experts(self, layer: int) -> bool:
         """Whether what routed experts give is added to the residual as it is, so that it may be added later as well."""
@@ -354,7 +352,9 @@ class Decoder:
             slots.view(-1)[missing.slots] = -1
         ops.combine(expert_out, slots, gate_weights, out)
         # One sum and not a look at each number: NaN and Inf survive it, and finite rows do not reach 1e38.
-        if not math.isfinite(float(out.sum())):
+        if self.recorded_sum is not None:  # nobody may look while work is recorded
+            torch.sum(out.view(-1), dim=0, out=self.recorded_sum)
+        elif not math.isfinite(float(out.sum())):
             return joined(missing, _not_finite(layer, expert_out, slots, expert_ids, port))
         return missing
 
@@ -428,6 +428,58 @@ class Decoder:
             rows=counting[:num_rows],
             zeros=self._buffers["zeros"].view(-1)[:num_rows],
         )
+
+
+def attend_and_gate(
+    layer: _Layer,
+    own: AttentionRows | LatentRows,
+    rows: _StepRows,
+    eps: float,
+    hidden: Tensor,
+    batch: AttentionBatch,
+    counted: Tensor | None,
+) -> None:
+    """Attention and gate of a layer by single operations: hidden [T, D] gets the attention added, and rows.x and
+    rows.chosen are written.
+
+    own      buffers of the layer's attention
+    counted  [T] int32, None where choices are not counted
+    """
+    spec, weights, pages, paged, chosen_by, *_ = layer
+    ops.rms_norm(hidden, weights.input_norm, eps, out=rows.x)
+    normed = weights.attention_out_norm
+    attend(
+        spec.attention,
+        weights.attention,
+        rows.x,
+        hidden if normed is None else rows.branch,
+        batch,
+        own,
+        pages=pages,
+        norm_eps=eps,
+        add=normed is None,
+        options=paged,
+    )
+    if normed is not None:
+        hidden.add_(ops.rms_norm(rows.branch, normed, eps, out=rows.branch))
+    ops.rms_norm(hidden, weights.post_norm, eps, out=rows.x)
+    if weights.gate is None:
+        return
+    assert spec.gate is not None, "a layer has gate weights but its spec has no gate"
+    read = rows.x
+    if weights.gate.norm is not None:
+        read = ops.rms_norm(hidden, weights.gate.norm, eps, out=rows.side)
+    counts = layer.counts
+    counting = None if counts is None or counted is None else Counting(counts, batch.slots, counted)
+    gate(
+        spec.gate,
+        weights.gate,
+        read,
+        logits=rows.gate_logits,
+        out=rows.chosen,
+        options=chosen_by,
+        counting=counting,
+    )
 
 
 def row_numbers(spec: ModelSpec) -> dict[str, int]:

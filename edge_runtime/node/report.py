@@ -68,7 +68,7 @@ def node_report(
             "call_failures": float(sum(peer.failures for peer in traffic)),
         }
         if isinstance(runner, Runner):
-            counts = runner.prepared.table.counts()
+            counts = runner.segment_counts()
             numbers |= {f"segments_{name}": float(value) for name, value in counts._asdict().items()}
         step_s = times.plan + times.rows + times.attention + times.experts + times.head + times.sample
         report["busy_s"] = served.busy_s + step_s

@@ -51,6 +51,7 @@ from edge_runtime.selector.home import HomeSelector
 from edge_runtime.selector.learned import Losses, find_artifact, read_losses, read_traits
 from edge_runtime.transport.keys import Keys
 from kernels import backends
+from kernels.replay import recorder
 from topology.cluster import Cluster, Node
 from topology.grouping import Groups
 from topology.ids import ExpertId
@@ -452,6 +453,7 @@ def _runner(
         signatures=signatures,
         pages=pages,
         gates=gates,
+        record=recorder(),
         dropped=DroppedMass(),
         port=experts,
         table=RequestTable(settings.max_requests, settings.context_tokens),

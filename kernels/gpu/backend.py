@@ -238,7 +238,7 @@ def sliced_ffn(
 
 @on_its_device
 def expert_inner(x: Tensor, rows: Tensor, expert_ids: Tensor, bank: Bank, out: Tensor) -> None:
-    gpu.expert_inner(x, rows, expert_ids, bank.filled, out=out)
+    gpu.expert_inner(x, rows, expert_ids, bank.filled, out=out, check=bank.may_lack)
 
 
 choose_slices = choose_slices_by_torch

@@ -303,14 +303,21 @@ def sliced_ffn(
 
 
 def expert_inner(
-    x: Tensor, rows: Tensor, expert_ids: Tensor, bank: ExpertBank, *, out: Tensor | None = None
+    x: Tensor,
+    rows: Tensor,
+    expert_ids: Tensor,
+    bank: ExpertBank,
+    *,
+    out: Tensor | None = None,
+    check: bool = True,
 ) -> Tensor:
-    """What the neurons of each routed row's expert give, before down: float32 [R, F]."""
+    """What the neurons of each routed row's expert give, before down: float32 [R, F]. check as in `grouped_ffn`."""
     if out is None:
         out = torch.empty(len(rows), bank.F, dtype=torch.float32, device=x.device)
     if len(rows):
         inner, table = _inner(x, rows, expert_ids, bank, None, 1, False)
-        bank.check()  # before `pairs` is used: a missing expert has none
+        if check:
+            bank.check()  # before `pairs` is used: a missing expert has none
         out.index_copy_(0, table.pairs.long(), inner.float())
     return out
 

@@ -1,5 +1,6 @@
 """head_norm_rope in plain torch. Defined by kernels.reference.rope."""
 
+import torch
 from torch import Tensor
 
 from kernels.cpu.fallback.rms_norm import inverse_rms
@@ -16,7 +17,7 @@ def head_norm_rope(
     interleaved: bool,
 ) -> None:
     at = positions.long()
-    if len(at) and not 0 <= int(at.min()) <= int(at.max()) < len(cos):
+    if not torch.compiler.is_compiling() and len(at) and not 0 <= int(at.min()) <= int(at.max()) < len(cos):
         raise ValueError(f"positions: found {at.tolist()}, expected 0 to {len(cos) - 1}")
     normed = x if weight is None else x * inverse_rms(x, eps)[..., None] * weight
     x.copy_(turned(normed, cos[at, None], sin[at, None], interleaved))

@@ -1,0 +1,153 @@
+"""Work on tensors that stay where they are, recorded once and run again: by calling it, compiled, or as a CUDA graph.
+
+All three run the same function on the same tensors, so who uses them need not know which it is. Knows no model.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import backends
+
+GRAPHS_VARIABLE = "EDGE_GRAPHS"
+"""`off`: nodes on a GPU launch each kernel by itself."""
+COMPILE_VARIABLE = "EDGE_COMPILE"
+"""Anything: nodes whose kernels are plain torch compile what they repeat. `--compile` sets it."""
+
+Work = Callable[..., object]
+
+
+class Replay(Protocol):
+    """Recorded work."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it holds beside the tensors it was given."""
+
+    def __call__(self) -> None:
+        """Run it on what stands in its tensors now."""
+
+
+class Recorder(Protocol):
+    """A way to record."""
+
+    name: str
+
+    def __call__(self, work: Work, *arguments: Any, restored: Sequence[Tensor] = ()) -> Replay:
+        """Record work(*arguments), whose tensors stay where they are; what stands in `restored` is as before afterwards."""
+
+
+class Repeating:
+    """A call that is made again: what the others must equal."""
+
+    nbytes = 0
+
+    def __init__(self, work: Work, *arguments: Any, restored: Sequence[Tensor] = ()) -> None:
+        self._call = partial(work, *arguments)
+
+    def __call__(self) -> None:
+        self._call()
+
+
+class Compiled:
+    """A call that torch.compile has made one piece of. Compiled when first run, once for all arguments of one shape."""
+
+    nbytes = 0
+
+    def __init__(
+        self, work: Work, *arguments: Any, restored: Sequence[Tensor] = (), backend: str = "inductor"
+    ) -> None:
+        compiled = torch.compile(work, dynamic=False, fullgraph=True, backend=backend)
+        self._call = partial(compiled, *arguments)
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            self._call()
+
+
+class CudaGraph:
+    """Launches that a GPU repeats by itself. All graphs of a process share one pool: they run one after another."""
+
+    _pool: Any = None
+
+    def __init__(self, work: Work, *arguments: Any, restored: Sequence[Tensor] = ()) -> None:
+        device = backends.device()
+        before = [tensor.clone() for tensor in restored]
+        stream, own = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(own)
+        with torch.cuda.stream(stream):  # kernels compile and tables fill, which no graph may hold
+            work(*arguments)
+        own.wait_stream(stream)
+        if CudaGraph._pool is None:
+            CudaGraph._pool = torch.cuda.graph_pool_handle()
+        reserved = torch.cuda.memory_reserved(device)
+        self._graph = torch.cuda.CUDAGraph()
+        # Another thread answers calls of peers meanwhile, and may allocate.
+        with torch.cuda.graph(self._graph, pool=CudaGraph._pool, capture_error_mode="thread_local"):
+            work(*arguments)
+        self.nbytes = torch.cuda.memory_reserved(device) - reserved
+        for tensor, kept in zip(restored, before, strict=True):
+            tensor.copy_(kept)
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+class Recording:
+    """A Recorder of one of these kinds."""
+
+    def __init__(self, name: str, kind: Callable[..., Replay]) -> None:
+        self.name, self._kind = name, kind
+
+    def __call__(self, work: Work, *arguments: Any, restored: Sequence[Tensor] = ()) -> Replay:
+        return self._kind(work, *arguments, restored=restored)
+
+
+def compiled_by(backend: str) -> Recording:
+    """Compiled by one of torch's backends."""
+    return Recording("compiled", partial(Compiled, backend=backend))
+
+
+REPEATING, COMPILED, CUDA_GRAPH = (
+    Recording("calls", Repeating),
+    compiled_by("inductor"),
+    Recording("graphs", CudaGraph),
+)
+
+
+def recorder(environment: Mapping[str, str] = os.environ) -> Recorder | None:
+    """How segments of steps are recorded by the backend that serves; None where that gains nothing.
+
+    The compiled kernels run whole layers as one call already (kernels.layer_runs). ValueError, one sentence, where compiling
+    is asked for and cannot be.
+    """
+    backend = backends.active().NAME
+    if not backends.is_on_host():
+        return None if environment.get(GRAPHS_VARIABLE) == "off" else CUDA_GRAPH
+    if not environment.get(COMPILE_VARIABLE) or backend != "torch":
+        return None
+    wanted = environment.get("CXX")
+    names = [wanted] if wanted else ["c++", "g++", "clang++"]
+    if not any(shutil.which(name) for name in names):
+        raise ValueError(
+            f"--compile ({COMPILE_VARIABLE}): found no C++ compiler ({', '.join(names)}) on PATH, which torch.compile needs; "
+            "install one, with which `make install` builds the compiled kernels as well, or start without --compile"
+        )
+    torch._dynamo.config.recompile_limit = max(
+        torch._dynamo.config.recompile_limit, 256
+    )  # shapes of one function
+    return COMPILED
+
+
+def why_not_compiled(environment: Mapping[str, str] = os.environ) -> str | None:
+    """What to tell a person who asks for compiling where the kernels need none; None where they do, or nobody asked."""
+    backend = backends.active().NAME
+    if not environment.get(COMPILE_VARIABLE) or (backends.is_on_host() and backend == "torch"):
+        return None
+    there = "keep captured graphs" if not backends.is_on_host() else "are compiled ahead of time"
+    return f"--compile changes nothing here: the {backend} kernels {there}; it is for those of plain torch (EDGE_KERNELS=torch)"
