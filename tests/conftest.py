@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # Before the first import of torch, and for every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +24,30 @@ settings.register_profile("thorough", parent=settings.get_profile("commit"), max
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "commit"))
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+INTEGRATION = "tests/integration/"
+
+
+class FilesAndClusters(LoadScopeScheduling):
+    """Which tests stay together where two processes share them: a file's, and all that run clusters.
+
+    Clusters share daemons and mind the time, so one at a time is enough; what else there is runs beside them.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return INTEGRATION if nodeid.startswith(INTEGRATION) else nodeid.split("::", 1)[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesAndClusters:
+    """The processes of `--numprocesses` share tests so, whatever `--dist` says."""
+    return FilesAndClusters(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Clusters first: they take almost half of the time, and the rest runs beside them."""
+    items.sort(key=lambda item: not item.nodeid.startswith(INTEGRATION))
 
 
 @pytest.fixture(scope="session")
