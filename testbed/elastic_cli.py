@@ -46,6 +46,7 @@ def elastic(
     import torch
 
     from edge_runtime.artifacts import artifact_folder
+    from kernels.packing import FORMATS
     from testbed import elastic as measure
 
     torch.set_num_threads(1)
@@ -55,6 +56,9 @@ def elastic(
         if count < 1:
             raise click.BadParameter(f"--{name} is {count}, expected at least 1")
     checkpoint, found, parts = measure.open_parts(model, artifact or artifact_folder(model))
+    if trunk_format != "as_stored" and trunk_format not in FORMATS:
+        known = ", ".join(("as_stored", *FORMATS))
+        raise click.BadParameter(f"--trunk-format is {trunk_format!r}, expected one of {known}")
     load = measure.Load(prompt_tokens, answer_tokens, rows, trunk_format)
     bench = measure.Bench(checkpoint, parts, size, load)
     if not 1 <= low <= bench.full:

@@ -76,16 +76,16 @@ class Routes:
     def follow(self, cluster: Cluster, placement: Placement | None) -> None:
         """Another topology file or placement counts from now on; without one, before anything runs, nobody is held up by a fit.
 
-        Raises ArtifactError for a policy that it cannot have.
+        Raises ArtifactError for a policy or lanes that it cannot have.
         """
         groups = placement.groups if placement is not None else ()
         homes = tuple(group.nodes[0] for group in groups) or homes_of(cluster)
         self._is_staged = any(len(group.nodes) > 1 for group in groups)
-        self.policy = policy_of(cluster, self._fit)
+        policy, settings = policy_of(cluster, self._fit), lane_settings(cluster.routing, self._elasticity)
+        self.policy = policy
         self._cluster = cluster
         self.homes = homes
         self._router: Router = self._baseline()
-        settings = lane_settings(cluster.routing, self._elasticity)
         if settings is None:
             self._lanes = None
         elif self._lanes is None or self._lanes.settings != settings:
@@ -154,6 +154,7 @@ class Routes:
 
     def refuse(self, cluster: Cluster) -> None:
         """Raise ArtifactError if `follow` could not follow this file."""
+        lane_settings(cluster.routing, self._elasticity)
         if policy_of(cluster, self._fit) == ELDR:
             self.clusters_for(len(homes_of(cluster)))
 
@@ -363,9 +364,15 @@ def policy_of(cluster: Cluster, fit: SignatureFit | None) -> str:
 
 
 def lane_settings(routing: Routing, elasticity: Elasticity | None) -> LaneSettings | None:
-    """The lanes that a file wants; None where it wants none, or experts are whole."""
+    """The lanes that a file wants; None where it wants none, or experts are whole. ArtifactError for a window wider than them."""
     if not routing.lanes or elasticity is None:
         return None
+    full = elasticity.full_tier
+    if routing.lane_window >= full - full // 2:
+        raise ArtifactError(
+            f"lane_window is {routing.lane_window}, which leaves neither lane a tier of its own: requests to this model use "
+            f"1 to {full} sub-experts and the border begins at {full // 2}; write at most {full - full // 2 - 1}"
+        )
     return LaneSettings(
         elasticity.full_tier,
         low_share=routing.lane_share,

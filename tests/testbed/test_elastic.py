@@ -4,10 +4,13 @@ import csv
 import shutil
 
 import pytest
+from click.testing import CliRunner
 
 from edge_runtime.artifacts import remove_section
 from edge_runtime.errors import ArtifactError
+from kernels.replay import REPEATING
 from testbed import elastic
+from testbed.cli import testbed as commands
 from tests.support.clusters import MODEL
 
 
@@ -25,6 +28,30 @@ def test_times_and_ways_are_measured_and_written(tmp_path):
     with (tmp_path / "time.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(times)
     assert elastic.table(ways).count("\n") == len(ways) + 1
+    whole = elastic.whole_rows(bench, elastic.Bench(checkpoint, None, 2), (1,), rounds=1)
+    assert 0.3 < whole[0]["median_ratio"] < 3
+    kept = {row["kept"]: row for row in elastic.kept_rows(bench)}
+    assert kept["segments"]["entries"] == 5 + 5 * 16 and kept["whole steps"]["entries"] == 5 * 16
+    assert kept["share spared"]["bytes"] > 0.84
+    rows = elastic.segment_rows(bench, (1,), 1, REPEATING)
+    assert [row["K"] for row in rows] == [16, 8] and all(row["segments_us"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["elastic", "--low", "17"], "--low is 17, expected a tier of this model, 1 to 16"),
+        (["elastic", "--size", "0"], "--size is 0, expected at least 1"),
+        (["elastic", "--trunk-format", "int5"], "int5"),
+        (
+            ["segments", "--sizes", "1,none"],
+            "--sizes is '1,none', expected whole numbers from 1, such as 1,8",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_said_in_a_sentence(words, told):
+    found = CliRunner().invoke(commands, [words[0], str(MODEL), *words[1:]], terminal_width=300)
+    assert found.exit_code == 2 and told in found.output
 
 
 def test_whole_experts_are_told_in_a_sentence(tmp_path):

@@ -54,6 +54,18 @@ def test_auto_is_eldr_only_where_it_can_be_and_helps():
     assert Routes(separated(), PARTS, None, seed=1).separates, "somebody prefills for others"
 
 
+def test_a_window_that_leaves_no_lane_a_tier_is_refused_before_anything_changes():
+    wide = separated("pressure", lanes=True, lane_window=8)
+    with pytest.raises(ArtifactError, match="lane_window is 8, .* 1 to 16 sub-experts .*; write at most 7"):
+        Routes(wide, PARTS, None, seed=1, elasticity=Elasticity(4, 4))
+    routes = Routes(
+        separated("pressure", lanes=True, lane_window=7), PARTS, None, seed=1, elasticity=Elasticity(4, 4)
+    )
+    with pytest.raises(ArtifactError, match="lane_window"):
+        routes.refuse(wide)
+    Routes(wide, PARTS, None, seed=1)  # experts are whole: no lanes
+
+
 def test_eldr_without_a_calibration_is_refused_in_one_sentence():
     with pytest.raises(
         ArtifactError, match='policy: "eldr" goes by section signature_fit.*run "edge-runtime calibrate"'

@@ -77,6 +77,8 @@ def test_lanes_need_two_homes():
     assert new_lanes(["a"], SETTINGS) is None
     lanes = new_lanes(["a", "b", "c"], LaneSettings(full_tier=16, low_share=0.9))
     assert lanes is not None and lanes.low == ("a", "b") and lanes.high == ("c",)
+    least = new_lanes(["a", "b", "c"], LaneSettings(full_tier=16, low_share=1e-300))
+    assert least is not None and least.low == ("a",) and least.high == ("b", "c")
 
 
 @pytest.mark.parametrize(
