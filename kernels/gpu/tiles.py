@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+VERSION = tuple(int(number) for number in triton.__version__.split(".")[:2])
 SHARED_BYTES = {
     # What one program may hold. sm_89 stands for its consumer relatives (sm_86, sm_120) too.
     "sm_80": 163 << 10,
@@ -112,14 +113,15 @@ def product_tile(
     """
     if prompt:
         tile = PROMPT[chip]
-        if pair and format in NIBBLE_FORMATS:
-            tile = tile._replace(
-                BLOCK_N=tile.BLOCK_N // 2
-            )  # unpacking takes registers too: 128 x 64 x 2 spilled
+        if format in NIBBLE_FORMATS and (pair or VERSION < (3, 8)):
+            # Unpacking takes registers too: 128 x 64 x 2 spilled, and before triton 3.8 128 x 64 as well.
+            tile = tile._replace(BLOCK_N=tile.BLOCK_N // 2)
     elif M > 16:
         tile = MORE[chip]
         if pair:
             tile = tile._replace(BLOCK_N=tile.BLOCK_N // 2)
+            if chip == "sm_89" and VERSION == (3, 8):
+                tile = tile._replace(BLOCK_M=32)  # that compiler alone spilled 64 x 32 x 2
     elif experts:
         tile = FEW_EXPERTS
     else:
@@ -190,5 +192,9 @@ def attention_tile(chip: str, heads: int, P: int, Pv: int, itemsize: int, *, pro
         BLOCK_N //= 2
     # Decode reads keys where a table says that was itself just read: one stage more, for the table.
     num_stages = 1 if chip == "gfx942" else 2 if prompt else 3
+    if wide and not prompt and VERSION < (3, 8):
+        num_stages = min(
+            num_stages, 1 if chip == "sm_89" else 2
+        )  # older compilers spilled what more stages hold
     num_warps = 8 if wide or BLOCK_M == 128 or (prompt and max(P, Pv) > 128) else 4
     return AttentionTile(BLOCK_M, TILE_HEADS, BLOCK_N, num_warps, num_stages)

@@ -14,11 +14,16 @@ inline Pool& pool() {
     return *threads;
 }
 
-// How many parts to cut work into: waking a thread takes some 10 us, so a part has to be worth several times that.
+// How many parts to cut work into. Threads that look out for work take a part within a microsecond; sleeping ones need tens,
+// so a part has to be worth that. A call too small for it rouses them for those that follow, as a step's do.
 inline int64_t parts_worth(int64_t multiply_adds, int64_t bytes, int64_t most) {
-    const int64_t us = std::max(multiply_adds / 50'000, bytes / 20'000);
+    constexpr int64_t LEAST_US = 5, LEAST_ASLEEP_US = 40;
     const int64_t threads = pool().threads();
-    return threads <= 1 ? 1 : std::max<int64_t>(1, std::min({threads, us / 40, most}));
+    if (threads <= 1) return 1;
+    const int64_t us = std::max(multiply_adds / 50'000, bytes / 20'000);
+    const bool is_awake = pool().is_awake();
+    if (!is_awake && us >= LEAST_US && us < 2 * LEAST_ASLEEP_US) pool().rouse();
+    return std::max<int64_t>(1, std::min({threads, us / (is_awake ? LEAST_US : LEAST_ASLEEP_US), most}));
 }
 
 inline int64_t begin_of(int64_t n, int64_t parts, int64_t part) { return n * part / parts; }

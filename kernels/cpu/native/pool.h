@@ -1,6 +1,7 @@
 // Threads that share one kernel call. Which thread computes what never changes a bit: the parts are whole outputs.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -13,7 +14,7 @@ class Pool {
     // The caller counts: 1 is no thread of our own. Threads are only ever added, idle ones sleep.
     void resize(int threads) {
         std::lock_guard<std::mutex> using_pool(busy_);
-        for (; started_ < threads - 1; ++started_) std::thread([this, index = started_] { serve(index); }).detach();
+        for (; started_ < threads - 1; ++started_) std::thread([this, index = started_.load()] { serve(index); }).detach();
         threads_ = threads;
     }
     int threads() const { return threads_; }
@@ -27,16 +28,27 @@ class Pool {
         }
         std::lock_guard<std::mutex> using_pool(busy_, std::adopt_lock);
         Job job{[](const void* work_, int64_t part) { (*static_cast<const Work*>(work_))(part); }, &work, parts, {0}};
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            job_ = &job;
-            ++turn_;
-        }
-        wake_.notify_all();
+        offer(&job);
+        rouse();
         job.take_parts();
+        offer(nullptr);  // who comes late finds nothing; who is inside is waited for
+        if (spun_until([this] { return inside_ == 0; })) return;
         std::unique_lock<std::mutex> lock(mutex_);
-        job_ = nullptr;  // who wakes late finds nothing; who is inside is waited for
+        awaited_ = true;
         left_.wait(lock, [this] { return inside_ == 0; });
+        awaited_ = false;
+    }
+
+    // Whether all threads look out for work at this moment.
+    bool is_awake() const { return asleep_ <= started_ - (threads_ - 1); }
+
+    // Threads look for work, and look out for more for a while.
+    void rouse() {
+        ++turn_;  // with no lock held: who sees it at once must not meet it
+        if (asleep_ > 0) {
+            { std::lock_guard<std::mutex> lock(mutex_); }  // who counts as asleep and holds it, is on its way to sleep
+            wake_.notify_all();
+        }
     }
 
   private:
@@ -50,29 +62,69 @@ class Pool {
         }
     };
 
+    // The calls of a step follow each other within microseconds, steps within 150 to 250, and a sleeping thread takes tens to
+    // wake, as long as a small call. No longer: where others want the core, it must not burn for threads that do nothing.
+    static constexpr std::chrono::microseconds SPIN{300};
+
+    template <class Condition>
+    static bool spun_until(const Condition& is_so) {
+        const auto end = std::chrono::steady_clock::now() + SPIN;
+        do {
+            for (int look = 0; look < 32; ++look) {
+                if (is_so()) return true;
+                pause();
+            }
+        } while (std::chrono::steady_clock::now() < end);
+        return is_so();
+    }
+
+    static void pause() {
+#if defined(__x86_64__) || defined(_M_X64)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ __volatile__("yield");
+#endif
+    }
+
+    void offer(Job* job) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        job_ = job;
+    }
+
     void serve(int index) {
-        uint64_t seen = 0;
-        std::unique_lock<std::mutex> lock(mutex_);
-        for (;;) {
-            wake_.wait(lock, [&] { return turn_ != seen; });
+        for (uint64_t seen = 0;;) {
+            const auto is_called = [&] { return turn_ != seen; };
+            if (index >= threads_ - 1 || !spun_until(is_called)) {
+                std::unique_lock<std::mutex> lock(mutex_);
+                ++asleep_;
+                wake_.wait(lock, is_called);
+                --asleep_;
+            }
             seen = turn_;
-            Job* job = job_;
-            if (!job || index >= threads_ - 1) continue;
-            ++inside_;
-            lock.unlock();
+            Job* job;
+            {
+                std::lock_guard<std::mutex> lock(mutex_);
+                job = index < threads_ - 1 ? job_ : nullptr;
+                if (job) ++inside_;
+            }
+            if (!job) continue;
             job->take_parts();
-            lock.lock();
-            if (--inside_ == 0) left_.notify_all();
+            if (--inside_ == 0 && awaited_) {
+                { std::lock_guard<std::mutex> lock(mutex_); }
+                left_.notify_all();
+            }
         }
     }
 
     std::mutex busy_;   // held by the call that uses the threads
-    std::mutex mutex_;  // guards what follows
+    std::mutex mutex_;  // guards job_, and that nobody falls asleep unseen
     std::condition_variable wake_, left_;
     Job* job_ = nullptr;
-    uint64_t turn_ = 0;
-    int inside_ = 0;
-    int started_ = 0;
+    std::atomic<uint64_t> turn_{0};
+    std::atomic<int> inside_{0};
+    std::atomic<int> asleep_{0};
+    std::atomic<bool> awaited_{false};
+    std::atomic<int> started_{0};
     std::atomic<int> threads_{1};
 };
 
