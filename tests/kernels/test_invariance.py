@@ -1,7 +1,7 @@
 """A row's result does not depend on its neighbours, nor on the instruction set."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch
@@ -325,10 +325,11 @@ def test_two_callers_share_the_threads_without_mixing_results(native, random):
 def test_threads_fall_asleep_and_are_roused_without_losing_a_part(native, random):
     x, small, large = random(4, 256), *(ops.pack_linear(random(N, 256).bfloat16()) for N in (512, 16384))
     expected = [ops.linear(x, w) for w in (small, large)]
+    pause = Event()
     ops.set_num_threads(3)
     try:
         for turn in range(120):
-            time.sleep(0.0001 * (turn % 8))  # on both sides of how long they look out
+            pause.wait(0.0001 * (turn % 8))  # on both sides of how long they look out
             results = [ops.linear(x, w) for w in (small, large)]
             assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     finally:
