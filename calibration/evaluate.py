@@ -6,6 +6,7 @@ of it. Knows no placement and no budget: an alternative brings its own.
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import stdev
 from typing import NamedTuple
 
 import torch
@@ -93,7 +94,8 @@ class Outcome(NamedTuple):
 
     by_domain            losses by domain; `total` over all tokens
     mean_rise            relative rise of the geometric mean over domains of perplexity: each counts the same
-    error                standard error of `mean_rise`, from the requests' own rises
+    error                standard error of `mean_rise`, from the requests' own rises; where a domain has only one, from
+                         how far domains differ, which is more; NaN where there is only one request
     changed, dropped     share of decoding rows' gate weight that another expert served, or nobody
     notes                what the alternative had to tell
     """
@@ -242,7 +244,11 @@ class _Tally:
             # Each request's rise beyond its share of the domain's: the variance of a ratio of sums.
             beyond = mine[:, 2] - mine[:, 1] - rises[-1] * mine[:, 0]
             count = len(mine)
-            variances.append(float(beyond.square().sum()) / losses.tokens**2 * count / max(count - 1, 1))
+            spread = count / (count - 1) if count > 1 else math.nan  # one alone says nothing of its error
+            variances.append(float(beyond.square().sum()) / losses.tokens**2 * spread)
+        error = math.sqrt(sum(variances)) / len(rises) if rises else math.nan
+        if math.isnan(error) and len(rises) > 1:
+            error = stdev(rises) / math.sqrt(len(rises))
         mean = sum(rises) / len(rises) if rises else math.nan
         total = max(float(self._weights[0]), 1e-30)
         return Outcome(
@@ -250,7 +256,7 @@ class _Tally:
             by_domain,
             _losses(self._sums.sum(0)),
             math.expm1(mean),
-            math.sqrt(sum(variances)) / len(rises) if rises else math.nan,
+            error,
             float(self._weights[1]) / total,
             float(self._weights[2]) / total,
             self._alternative.notes(),

@@ -256,6 +256,7 @@ def measured_of(answers: Sequence[Answer], grown: dict[str, float]) -> Row:
 
     processor_ms  of all homes, for each token that they decoded
     remote_calls  experts for each decoded token, over all layers, that others computed
+    messages      calls for each decoded token that these went out in, one for each layer, step and peer
     imbalance     largest number of answers at a home over the mean one, at each arrival there
     """
     if failed := [answer.error() for answer in answers if answer.finished is None]:
@@ -279,6 +280,7 @@ def measured_of(answers: Sequence[Answer], grown: dict[str, float]) -> Row:
         "distinct": grown["step_touched_experts"] / layers,
         "batch": grown["step_touched_rows"] / layers,
         "remote_calls": grown.get("pairs_sent", 0.0) / tokens,
+        "messages": grown.get("calls_made", 0.0) / tokens,
         "imbalance": float(np.mean(unequal)),
         "processor_ms": grown["processor_s"] / tokens * 1e3,
         "ahead_blocks": grown.get("blocks_fetched_ahead", 0.0),
@@ -293,6 +295,7 @@ COLUMNS = (
     ("distinct", "distinct"),
     ("batch", "batch"),
     ("remote calls/token", "remote_calls"),
+    ("messages/token", "messages"),
     ("imbalance", "imbalance"),
     ("processor ms/token", "processor_ms"),
 )
@@ -309,13 +312,16 @@ def table(rows: Sequence[Row]) -> str:
         for policy in dict.fromkeys(row["policy"] for row in mine):
             runs = [row for row in mine if row["policy"] == policy]
             cells = [panel[0], f"{panel[1]:g}", f"{panel[2]:g}", policy, str(len(runs))]
-            cells += [_spread([run[key] for run in runs]) for _, key in COLUMNS]
+            cells += [_spread([run[key] for run in runs if key in run]) for _, key in COLUMNS]
             cells.append(", ".join(_against(mine, runs, key) for key in ("tpot_p50", "tpot_p99")))
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation; of what no run has, kept by an older version, nothing."""
+    if not values:
+        return "-"
     spread = stdev(values) if len(values) > 1 else 0.0
     return f"{mean(values):.2f} ({spread:.2f})"
 

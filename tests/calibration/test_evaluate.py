@@ -99,3 +99,12 @@ def test_weight_that_nobody_serves_is_counted_as_dropped(model: ExactModel):
     (outcome,) = evaluate(model, REQUESTS, DOMAINS, [Nothing()])
     assert outcome.changed == 0.0 and 0.0 < outcome.dropped <= 1.0
     assert outcome.mean_rise != 0.0 and math.isfinite(outcome.error)
+
+
+def test_one_text_of_each_domain_has_the_error_that_domains_differ_by(model: ExactModel):
+    alone = [REQUESTS[0], REQUESTS[1]]
+    (outcome,) = evaluate(model, alone, ["a", "b"], [Nothing()])
+    first, second = ((each.nats - each.exact_nats) / each.tokens for each in outcome.by_domain.values())
+    assert outcome.error == pytest.approx(abs(first - second) / 2) and outcome.error > 0
+    (single,) = evaluate(model, alone[:1], ["a"], [Nothing()])
+    assert math.isnan(single.error)

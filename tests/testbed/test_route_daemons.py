@@ -56,6 +56,9 @@ def test_ratios_are_taken_run_by_run_against_the_balancer_that_is_best_on_averag
     lines = table(rows).splitlines()
     [eldr] = [line for line in lines if "| eldr |" in line]
     assert "-10.0%, +0.0%" in eldr and "| 2 |" in eldr and "13.50 (6.36)" in eldr
+    assert " - |" in eldr  # runs from before messages were counted
+    [eldr] = [line for line in table([rows[-1] | {"messages": 2.5}]).splitlines() if "| eldr |" in line]
+    assert "| 2.50 (0.00) |" in eldr
 
 
 def test_a_damaged_file_of_runs_is_refused(tmp_path):
