@@ -6,6 +6,7 @@ and what nodes count.
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -133,6 +134,9 @@ def run_all(
 
     budget_s  no run begins that would, as long as the last one, end later than that; 0: no limit
     """
+    for rate in rates:
+        if not 0 < rate < math.inf:
+            raise ConfigError(f"--rate: expected requests per second, a number above 0, found {rate:g}")
     rows = read_rows(out)
     done = {key_of(row) for row in rows}
     wanted = itertools.product(range(seeds), workloads, rates, policies)

@@ -91,3 +91,10 @@ def test_runs_are_made_once_and_kept(tmp_path):
     assert key_of(found) == ("task", 50.0, 0.0, 0, "eldr") and found["tpot_p99"] >= found["tpot_p50"] > 0
     assert found["remote_calls"] == 0 and found["processor_ms"] > 0
     assert run_all(SMALL, corpus, out, **asked) == [first, found] and len(out.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_rates_at_which_nothing_comes_are_refused_before_anything_starts(rate, tmp_path):
+    options = {"workloads": ["task"], "policies": ["jsq"], "seeds": 1, "budget_s": 0.0}
+    with pytest.raises(ConfigError, match="--rate: expected requests per second"):
+        run_all(SMALL, tmp_path, tmp_path / "o", rates=[rate], clock=SystemClock(), say=print, **options)
