@@ -59,6 +59,11 @@ def elastic(
     if trunk_format != "as_stored" and trunk_format not in FORMATS:
         known = ", ".join(("as_stored", *FORMATS))
         raise click.BadParameter(f"--trunk-format is {trunk_format!r}, expected one of {known}")
+    most = checkpoint.spec.context_tokens
+    if prompt_tokens + answer_tokens > most:
+        raise click.BadParameter(
+            f"--prompt-tokens and --answer-tokens are {prompt_tokens + answer_tokens}, expected at most {most} of this model"
+        )
     load = measure.Load(prompt_tokens, answer_tokens, rows, trunk_format)
     bench = measure.Bench(checkpoint, parts, size, load)
     if not 1 <= low <= bench.full:
