@@ -91,6 +91,8 @@ class Process:
     loads: list[tuple[int, bool]] = field(default_factory=list)
     shares: set[int] = field(default_factory=set)
     active: int = 0
+    greeted: int = 0
+    """The coordinator that it knows, by number."""
 
     @property
     def peer(self) -> bytes:
@@ -106,6 +108,7 @@ class World:
         self.first = snapshot_of(self.epochs, "m", "f"), 0.0
         self.processes: list[Process] = []
         self.started = 0
+        self.coordinators = 1
         self.asks: collections.deque = collections.deque()  # what is to be worked out
         self.is_prompt = True  # and is so at once
         self.log: list[tuple[str, tuple, float]] = []
@@ -182,6 +185,11 @@ class World:
         return process
 
     def join(self, process: Process) -> None:
+        if process.greeted != self.coordinators:
+            while process.inbox:  # of the one before: read before it is found to be gone
+                self.take(process)
+            process.loads = []  # of a change that ended with it
+            process.greeted = self.coordinators
         if process.name in self.epochs.state.nodes:
             self.call("apply", states.Joined(process.name, process.peer, str(process.number), process.number))
         else:
@@ -315,8 +323,7 @@ class World:
         self.epochs = self.begin(*self.first)
         self.log, self.said = [], []
         self.asks.clear()
-        for process in self.running():
-            process.loads = []  # of a change that nobody wants any more
+        self.coordinators += 1
 
     @staticmethod
     def begin(found: Snapshot, now: float) -> Epochs:
