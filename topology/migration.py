@@ -30,9 +30,6 @@ class Round:
     """Node -> experts that it drops after the switch."""
     switches_trunks: bool
     """Whether trunks, KV or groups change in this round: loaded beside the old ones, which go after the switch."""
-    rebuilds: tuple[str, ...]
-    """Nodes without room for old and new KV at once: they free the old before they allocate the new, so requests that
-    live there move to other homes or are computed again."""
     load_bytes: Mapping[str, int]
     """Node -> bytes that it loads, trunk included."""
     peak_bytes: Mapping[str, int]
@@ -63,21 +60,18 @@ class MigrationPlan:
         )
 
 
-def plan_migration(
-    old: Placement, new: Placement, footprint: ModelFootprint, *, may_rebuild: bool = True
-) -> MigrationPlan:
+def plan_migration(old: Placement, new: Placement, footprint: ModelFootprint) -> MigrationPlan:
     """Rounds from `old` to `new`, or `MigrationError` with the bytes that are missing.
 
     old  what nodes hold now; leave out those that are lost: they hold nothing. An expert that nobody holds any more is
          loaded like others, and has no host until then
     new  its epoch is ignored: rounds have the epochs that follow `old`'s
-    may_rebuild  whether a node may free its old KV first where both have no room; else that is refused
 
     While it lasts a node's limit is the larger of its old and its new memory, since the old one is in use already.
     Where layers or KV of a node change, the new KV and buffers are counted beside the old; trunk weights of layers that
     stay are counted once.
     """
-    move = _Move(old, new, footprint, may_rebuild)
+    move = _Move(old, new, footprint)
     if move.trunks_change:
         move.reach(move.room_for_switch())
         move.switch()
@@ -86,9 +80,7 @@ def plan_migration(
 
 
 class _Move:
-    def __init__(self, old: Placement, new: Placement, footprint: ModelFootprint, may_rebuild: bool) -> None:
-        self.may_rebuild = may_rebuild
-        self.rebuilt: set[str] = set()
+    def __init__(self, old: Placement, new: Placement, footprint: ModelFootprint) -> None:
         self.epoch, self.new, self.footprint = old.epoch, new, footprint
         self.plans = {plan.node: plan for plan in old.nodes}  # what holds now; replaced at the switch
         self.new_plans = {plan.node: plan for plan in new.nodes}
@@ -140,13 +132,6 @@ class _Move:
         old, new = self.plans.get(name), self.new_plans.get(name)
         if old is None or new is None or not self._trunk_changes(name):
             return max(plans[name].reserved_bytes for plans in (self.plans, self.new_plans) if name in plans)
-        if name in self.rebuilt:
-            return (
-                max(old.process_bytes, new.process_bytes)
-                + sum((self._parts(old) | self._parts(new)).values())
-                + max(old.kv_bytes, new.kv_bytes)
-                + max(old.workspace_bytes, new.workspace_bytes)
-            )
         same_kv = old.layers == new.layers and old.kv_blocks == new.kv_blocks
         return (
             max(old.process_bytes, new.process_bytes)
@@ -284,14 +269,10 @@ class _Move:
 
     def room_for_switch(self) -> Held:
         """What each node is to hold before the switch, so that its new trunk and KV fit beside the old."""
-        while True:
-            goal = {name: set(self.held[name]) for name in self.nodes}
-            over = self._shed(goal)
-            if over is None:
-                return goal
-            if not self.may_rebuild or over in self.rebuilt or not self._trunk_changes(over):
-                break
-            self.rebuilt.add(over)
+        goal = {name: set(self.held[name]) for name in self.nodes}
+        over = self._shed(goal)
+        if over is None:
+            return goal
         needed, have = self._beside(over) + self.bytes_of(over, goal[over]), self.limit(over)
         raise MigrationError(
             f"{over} needs {needed} bytes to hold its new layers and KV beside the old ones and the experts that nobody "
@@ -413,7 +394,6 @@ class _Move:
                 loads={name: tuple(sorted(experts)) for name, experts in loads.items() if experts},
                 drops={name: tuple(sorted(experts)) for name, experts in drops.items() if experts},
                 switches_trunks=trunk is not None,
-                rebuilds=tuple(sorted(self.rebuilt)) if trunk is not None else (),
                 load_bytes={name: size for name, size in load_bytes.items() if size},
                 peak_bytes=peak_bytes,
             )
