@@ -4,7 +4,9 @@ All three run the same function on the same tensors, so who uses them need not k
 """
 
 import os
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +20,8 @@ GRAPHS_VARIABLE = "EDGE_GRAPHS"
 """`off`: nodes on a GPU launch each kernel by itself."""
 COMPILE_VARIABLE = "EDGE_COMPILE"
 """Anything: nodes whose kernels are plain torch compile what they repeat. `--compile` sets it."""
+
+COMPILER_S = 20.0
 
 Work = Callable[..., object]
 
@@ -131,17 +135,34 @@ def recorder(environment: Mapping[str, str] = os.environ) -> Recorder | None:
         return None if environment.get(GRAPHS_VARIABLE) == "off" else CUDA_GRAPH
     if not environment.get(COMPILE_VARIABLE) or backend != "torch":
         return None
-    wanted = environment.get("CXX")
-    names = [wanted] if wanted else ["c++", "g++", "clang++"]
-    if not any(shutil.which(name) for name in names):
-        raise ValueError(
-            f"--compile ({COMPILE_VARIABLE}): found no C++ compiler ({', '.join(names)}) on PATH, which torch.compile needs; "
-            "install one, with which `make install` builds the compiled kernels as well, or start without --compile"
-        )
+    _try_compiler(environment)
     torch._dynamo.config.recompile_limit = max(
         torch._dynamo.config.recompile_limit, 256
     )  # shapes of one function
     return COMPILED
+
+
+def _try_compiler(environment: Mapping[str, str]) -> None:
+    """ValueError, one sentence, unless there is a C++ compiler that runs."""
+    names = shlex.split(environment.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
+    advice = (
+        "which torch.compile needs; install one, with which `make install` builds the compiled kernels as well, "
+        "or start without --compile"
+    )
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        raise ValueError(
+            f"--compile ({COMPILE_VARIABLE}): found no C++ compiler ({', '.join(names)}) on PATH, {advice}"
+        )
+    try:
+        tried = subprocess.run([found, "--version"], capture_output=True, timeout=COMPILER_S, check=False)
+        fault = f"ends with code {tried.returncode}" if tried.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        fault = str(error)
+    if fault:
+        raise ValueError(
+            f"--compile ({COMPILE_VARIABLE}): `{found} --version` {fault}, so there is no C++ compiler that runs, {advice}"
+        )
 
 
 def why_not_compiled(environment: Mapping[str, str] = os.environ) -> str | None:

@@ -19,7 +19,7 @@ def test_nothing_is_recorded_unless_asked_for(serving):
 
 
 def test_plain_torch_is_compiled_when_asked_for(serving, tmp_path, monkeypatch):
-    (tmp_path / "c++").touch(mode=0o755)
+    (tmp_path / "c++").symlink_to("/bin/true")
     monkeypatch.setenv("PATH", str(tmp_path))
     serving("torch")
     found = replay.recorder({"EDGE_COMPILE": "1"})
@@ -31,6 +31,15 @@ def test_without_a_compiler_one_sentence_says_so(serving, tmp_path, monkeypatch)
     serving("torch")
     with pytest.raises(ValueError, match=r"--compile .* found no C\+\+ compiler .*; install one") as error:
         replay.recorder({"EDGE_COMPILE": "1"})
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_compiler_that_does_not_run_is_named(serving):
+    serving("torch")
+    with pytest.raises(
+        ValueError, match=r"--compile .*/false --version` ends with code 1.*; install one"
+    ) as error:
+        replay.recorder({"EDGE_COMPILE": "1", "CXX": "/bin/false -O2"})
     assert len(str(error.value).splitlines()) == 1
 
 
