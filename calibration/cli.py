@@ -48,8 +48,8 @@ class _RunsByDefault(click.Group):
 @click.group(
     cls=_RunsByDefault,
     subcommand_metavar="MODEL --corpus FOLDER | COMMAND [ARGS]...",
-    epilog="\b\nExample:\n  edge-runtime calibrate models/edge-moe-demo --corpus corpus\n"
-    "  edge-runtime calibrate show models/edge-moe-demo",
+    epilog="\b\nExample:\n  edge-runtime calibrate testbed/models/edge-moe-demo --corpus corpus\n"
+    "  edge-runtime calibrate show testbed/models/edge-moe-demo",
 )
 def calibrate() -> None:
     """Measure a model over labelled text: which experts are used, who can stand in for whom, what it costs.
@@ -60,7 +60,7 @@ def calibrate() -> None:
 
 
 @calibrate.command(
-    HIDDEN, epilog="\b\nExample:\n  edge-runtime calibrate models/edge-moe-demo --corpus corpus"
+    HIDDEN, epilog="\b\nExample:\n  edge-runtime calibrate testbed/models/edge-moe-demo --corpus corpus"
 )
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
@@ -138,8 +138,8 @@ def run(
 
 
 @calibrate.command(
-    epilog="\b\nExample:\n  edge-runtime calibrate show models/edge-moe-demo\n"
-    "  edge-runtime calibrate show models/edge-moe-demo/calibration --plot calibration.png"
+    epilog="\b\nExample:\n  edge-runtime calibrate show testbed/models/edge-moe-demo\n"
+    "  edge-runtime calibrate show testbed/models/edge-moe-demo/calibration --plot calibration.png"
 )
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option(
@@ -172,7 +172,9 @@ def show(artifact: Path, plot: Path | None, as_json: bool) -> None:
             )
 
 
-@calibrate.command(epilog="\b\nExample:\n  edge-runtime calibrate prism models/edge-moe-demo --corpus corpus")
+@calibrate.command(
+    epilog="\b\nExample:\n  edge-runtime calibrate prism testbed/models/edge-moe-demo --corpus corpus"
+)
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--corpus", required=True, type=click.Path(path_type=Path), help="As of `calibrate`.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
@@ -181,9 +183,19 @@ def show(artifact: Path, plot: Path | None, as_json: bool) -> None:
 @click.option(
     "--solver", default="hill", show_default=True, help="contiguous, importance, paper (annealing) or hill."
 )
-@click.option("--swaps", default=0, help="Swaps tried per expert; 0: as many as there are pairs of neurons.")
+@click.option(
+    "--swaps",
+    default=0,
+    type=click.IntRange(0),
+    help="Swaps tried per expert; 0: as many as there are pairs of neurons.",
+)
 @click.option("--norm-weighted", is_flag=True, help="Neurons count by the length of their output too.")
-@click.option("--requests", default=0, help="Requests to read; 0: some 2,000 tokens for each expert.")
+@click.option(
+    "--requests",
+    default=0,
+    type=click.IntRange(0),
+    help="Requests to read; 0: some 2,000 tokens for each expert.",
+)
 @click.option("--seed", default=1, show_default=True)
 @click.option(
     "--threads", default=None, type=click.IntRange(1), help="Default: every core this process may use."
@@ -227,7 +239,9 @@ def prism(
     click.echo(str(out))
 
 
-@calibrate.command(epilog="\b\nExample:\n  edge-runtime calibrate gate models/edge-moe-demo --corpus corpus")
+@calibrate.command(
+    epilog="\b\nExample:\n  edge-runtime calibrate gate testbed/models/edge-moe-demo --corpus corpus"
+)
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--corpus", required=True, type=click.Path(path_type=Path), help="As of `calibrate`.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
@@ -274,7 +288,9 @@ def gate(
     click.echo(str(out))
 
 
-@calibrate.command(epilog="\b\nExample:\n  edge-runtime calibrate tiers models/edge-moe-demo --corpus corpus")
+@calibrate.command(
+    epilog="\b\nExample:\n  edge-runtime calibrate tiers testbed/models/edge-moe-demo --corpus corpus"
+)
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--corpus", required=True, type=click.Path(path_type=Path), help="As of `calibrate`.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")

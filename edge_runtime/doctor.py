@@ -64,7 +64,10 @@ def _kernels() -> Finding:
 
     from kernels import backends, ops
 
-    found = backends.describe()
+    try:
+        found = backends.describe()
+    except (ValueError, ImportError) as error:
+        return Finding("kernels", False, str(error))
     path = f"{found['backend']} path" + (f", {found['isa']}" if found["isa"] else "")
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(3, 40, generator=generator), torch.randn(21, 40, generator=generator)

@@ -30,21 +30,40 @@ class Submits(Protocol):
     def run(self, prompts: Sequence[Prompt], *, wait_ready_s: float) -> list[Answer]: ...
 
 
+def _parsed(line: bytes) -> object:
+    """What a line of JSON says; None if it says nothing."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
 class Journal:
     """Answers so far, one JSON line each with the prompt's `index`, behind a line that tells of which prompts they are."""
 
     def __init__(self, out: Path, prompts: Sequence[Prompt]) -> None:
+        """RequestError where no answers could be written."""
+        if out.is_dir() or not out.name:
+            raise RequestError(f"--out {out} is a folder; name a file for the answers")
+        if not out.parent.is_dir():
+            raise RequestError(
+                f"--out {out}: the folder {out.parent} does not exist; make it, or name another file"
+            )
+        if not os.access(out.parent, os.W_OK):
+            raise RequestError(f"--out {out}: the folder {out.parent} cannot be written; name another file")
         self.path = out.with_name(f"{out.name}.part")
         digest = hashlib.blake2b(digest_size=16)
         for prompt in prompts:
             digest.update(msgspec.json.encode(prompt))
         self._head = {"prompts": len(prompts), "digest": digest.hexdigest()}
         self._out = out
+        self.num_damaged = 0
+        """Lines that hold no answer to one of the prompts; known once it is read."""
 
     def read(self) -> dict[int, dict[str, Any]]:
-        """Answers by index; a last line that was cut short counts as not written.
+        """Answers by index. A last line that was cut short counts as not written, a damaged one as no answer.
 
-        RequestError for other prompts' answers, and for answers that are whole already.
+        RequestError for other prompts' answers, for what is no journal, and for answers that are whole already.
         """
         try:
             content = self.path.read_bytes()
@@ -54,24 +73,54 @@ class Journal:
                     f"{self._out} exists already; remove it to answer the prompts again, or give another --out"
                 ) from None
             return {}
-        lines = content[: content.rfind(b"\n") + 1].splitlines()
-        if not lines or json.loads(lines[0]) != self._head:
+        except OSError as error:
+            raise RequestError(
+                f"{self.path} cannot be read ({error.strerror}); give another --out"
+            ) from error
+        whole = content.rfind(b"\n") + 1
+        if not whole:  # stopped before anything was written
+            self.path.unlink()
+            return {}
+        head, *lines = content[:whole].split(b"\n")[:-1]
+        found = _parsed(head)
+        if not isinstance(found, dict) or found.keys() != self._head.keys():
+            raise RequestError(
+                f"line 1 of {self.path} does not tell of which prompts its answers are, so it is damaged; "
+                "remove it to begin anew, or give another --out"
+            )
+        if found != self._head:
             raise RequestError(
                 f"{self.path} holds answers to other prompts; remove it to begin anew, or give another --out"
             )
         with self.path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
-        return {entry["index"]: entry for entry in map(json.loads, lines[1:])}
+            file.truncate(whole)
+        entries = [_parsed(line) for line in lines]
+        answers = {entry["index"]: entry for entry in entries if self._is_answer(entry)}
+        self.num_damaged = sum(not self._is_answer(entry) for entry in entries)
+        return answers
+
+    def _is_answer(self, entry: object) -> bool:
+        if not isinstance(entry, dict) or not ("token_ids" in entry or "error" in entry):
+            return False
+        index = entry.get("index")
+        return isinstance(index, int) and 0 <= index < self._head["prompts"]
 
     def add(self, answers: dict[int, dict[str, Any]]) -> None:
-        """Keep the answers of a batch; they are on disk when this returns."""
+        """Keep the answers of a batch; they are on disk when this returns. RequestError where they cannot be written."""
         is_new = not self.path.exists()
-        with self.path.open("ab") as file:
-            entries = [self._head] if is_new else []
-            entries += [{**answer, "index": index} for index, answer in answers.items()]
-            file.write("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode())
-            file.flush()
-            os.fsync(file.fileno())
+        entries = [self._head] if is_new else []
+        entries += [{**answer, "index": index} for index, answer in answers.items()]
+        try:
+            with self.path.open("ab") as file:
+                file.write(
+                    "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
+                )
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RequestError(
+                f"{self.path} cannot be written ({error.strerror}); what it holds is kept, and the same command goes on from it"
+            ) from error
 
     def finish(self, answers: dict[int, dict[str, Any]]) -> None:
         """Write the output, a line for each prompt in order, and forget the journal."""
@@ -104,6 +153,10 @@ def run_offline(
     done = journal.read()
     if done:
         say(f"{len(done)} of {len(prompts)} prompts were answered before")
+    if journal.num_damaged:
+        say(
+            f"{journal.num_damaged} lines of {journal.path} are damaged; prompts whose answers they held are answered again"
+        )
     waiting = [Waiting(index, tier) for index, tier in enumerate(tiers) if index not in done]
     measured: dict[tuple[int, int], float] = {}
     if len({prompt.tier for prompt in waiting}) > 1:  # else nothing is ever merged

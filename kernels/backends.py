@@ -37,7 +37,7 @@ _device = HOST
 def load(name: str) -> ModuleType:
     """The backend of that name. ImportError says why the native one cannot be had."""
     if name not in MODULES:
-        raise ValueError(f"backend: found {name!r}, expected one of {', '.join(MODULES)}")
+        raise ValueError(f"EDGE_KERNELS is {name!r}; it must be one of {', '.join(MODULES)}, or not be set")
     return importlib.import_module(MODULES[name])
 
 

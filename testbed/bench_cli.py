@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from edge_runtime.errors import ConfigError
+
 HERE = Path(__file__).resolve().parent
 SCENARIOS = HERE / "scenarios"
 PROMPTS = HERE / "prompts" / "domains.jsonl"
@@ -220,9 +222,14 @@ def _step_parts(
     steps: int,
     as_json: bool,
 ) -> None:
+    from kernels import backends
     from testbed import step_parts
     from testbed.bench_peers import Corpus
 
+    try:
+        backends.describe()
+    except (ValueError, ImportError) as error:
+        raise ConfigError(str(error)) from None
     corpus, found = Corpus(model, "\n\n".join(_prompts())), []
     for num_threads in threads:
         for format in formats:

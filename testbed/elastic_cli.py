@@ -8,7 +8,7 @@ import click
 
 
 @click.command(
-    epilog="\b\nExample:\n  edge-runtime testbed elastic models/edge-moe-demo --corpus corpus --out elastic"
+    epilog="\b\nExample:\n  edge-runtime testbed elastic testbed/models/edge-moe-demo --corpus corpus --out elastic"
 )
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(

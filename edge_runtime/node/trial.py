@@ -20,6 +20,7 @@ from edge_runtime.engine.request import Request, SamplingParams
 from edge_runtime.engine.request_table import RequestTable
 from edge_runtime.engine.runner import Runner
 from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
+from edge_runtime.errors import CheckpointError
 from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.moe import Beside, ExpertStore, LocalExperts, Missing, Slices
 from edge_runtime.model.sampling import Sampler
@@ -213,10 +214,16 @@ class _Steps:
             hidden = torch.zeros(plan.num_rows, runner.decoder.spec.width)
         context = sum((piece.start + piece.count) * piece.count for piece in plan.slices)
         result = runner.run(plan, hidden)
+        for why in result.failed.values():
+            raise _broken(why)
         sampling = [piece.request for piece in plan.slices if piece.samples]
         chosen = [0] * len(sampling)
         if result.logits is not None:
             chosen = self._sampler.sample(result.logits, sampling).token_ids.tolist()
+            if min(chosen, default=0) < 0:
+                raise _broken(
+                    f"layers to {runner.decoder.last_layer} and the head gave logits that are not finite"
+                )
         tokens = {request.request_id: token for request, token in zip(sampling, chosen, strict=True)}
         self._scheduler.complete(plan, tokens, clock.now())
         times = runner.times
@@ -224,6 +231,12 @@ class _Steps:
         trunk = times.attention - before.attention + times.experts - before.experts - experts
         rest = clock.now() - began - experts - head - trunk
         return _Part(plan.num_rows, trunk, experts, head, rest, self._port.touched, self._port.pairs, context)
+
+
+def _broken(why: str) -> CheckpointError:
+    return CheckpointError(
+        f"steps on made-up tokens fail: {why}; look for NaN, infinite or huge numbers there, or copy the model's files again"
+    )
 
 
 def typical(parts: Sequence[_Part]) -> list[_Part]:
@@ -309,8 +322,11 @@ def try_experts(
         rows = torch.arange(batch, dtype=torch.int32).repeat_interleave(footprint.top_k)
         chosen = held[torch.randint(len(held), (num_pairs,), generator=generator)]
         began = clock.now()
-        on_host(ops.grouped_ffn(*on_device((x, rows, chosen)), bank))
+        found = on_host(ops.grouped_ffn(*on_device((x, rows, chosen)), bank))
         took = clock.now() - began
+        if len(wrong := chosen[~found.isfinite().all(dim=1)].unique().tolist()):
+            experts = ", ".join(map(str, wrong))
+            raise _broken(f"layer {layer} experts {experts} gave numbers that are not finite")
         return _Part(batch, 0.0, took, 0.0, 0.0, len(np.unique(chosen.numpy())), num_pairs, 0)
 
     if not backends.is_on_host():

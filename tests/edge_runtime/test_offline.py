@@ -13,6 +13,7 @@ from edge_runtime.offline import PROBE_TOKENS, Journal, measure, run_offline, so
 from edge_runtime.protocol import Finished
 
 FULL = 16
+PROMPTS = [Prompt(prompt_ids=[index]) for index in range(3)]
 
 
 class Stopped(BaseException):
@@ -134,3 +135,41 @@ def test_a_cluster_that_answers_no_probe_still_answers_each_tier_by_itself(tmp_p
     prompts = [Prompt(prompt_ids=[index]) for index in range(3)]
     run_offline(client, prompts, [4, 16, 16], tmp_path / "out", client.clock, capacity=3, full_tier=FULL)
     assert client.asked == [[[0]], [[1], [2]]]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"oops\n",
+        bytes(range(256)) + b"\n",
+        b"5\n",
+        b"[]\n",
+        b'{"index": 1}\n',
+        b'{"index": 99, "token_ids": []}\n',
+    ],
+)
+def test_damaged_lines_of_a_journal_are_no_answers_and_are_said(tmp_path, damage):
+    journal = Journal(tmp_path / "out", PROMPTS)
+    journal.add({0: {"token_ids": [1]}})
+    with journal.path.open("ab") as file:
+        file.write(damage)
+    journal.add({2: {"token_ids": [3]}})
+    again = Journal(tmp_path / "out", PROMPTS)
+    assert sorted(again.read()) == [0, 2] and again.num_damaged == damage.count(b"\n")
+
+
+def test_a_journal_in_which_nothing_was_written_is_none(tmp_path):
+    (tmp_path / "out.part").write_bytes(b'{"prompts"')
+    journal = Journal(tmp_path / "out", PROMPTS)
+    assert journal.read() == {}
+    journal.add({0: {"token_ids": [1]}})
+    assert sorted(Journal(tmp_path / "out", PROMPTS).read()) == [0]
+
+
+def test_where_no_answers_can_be_written_is_said_first(tmp_path):
+    for out, why in ((tmp_path, "is a folder"), (tmp_path / "no" / "x", "does not exist")):
+        with pytest.raises(RequestError, match=why):
+            Journal(out, PROMPTS)
+    (tmp_path / "x.part").mkdir()
+    with pytest.raises(RequestError, match="cannot be read"):
+        Journal(tmp_path / "x", PROMPTS).read()

@@ -34,7 +34,11 @@ def test_the_compiled_kernels_serve_when_nothing_is_asked_for(native):
 @pytest.mark.parametrize(
     "variable, value, said",
     [
-        ("EDGE_KERNELS", "cuda", "backend: found 'cuda', expected one of native, torch, reference, triton"),
+        (
+            "EDGE_KERNELS",
+            "cuda",
+            "EDGE_KERNELS is 'cuda'; it must be one of native, torch, reference, triton",
+        ),
         ("EDGE_KERNELS", "triton", "EDGE_KERNELS: found triton, whose kernels run on a GPU"),
         ("EDGE_CPU_ISA", "sse9", "EDGE_CPU_ISA: found 'sse9', expected one of"),
         ("EDGE_THREADS", "many", "threads .EDGE_THREADS.: found 0, expected 1 or more"),

@@ -1,10 +1,15 @@
 """A node's trial of its own share: the speed that it finds predicts the steps that were tried."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.clock import SystemClock
+from edge_runtime.errors import CheckpointError
 from edge_runtime.model.build import load_experts, load_trunk
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.decoder import Decoder
@@ -52,6 +57,28 @@ def test_whatever_a_home_holds_it_finds_its_speed(checkpoint, experts, first, la
     assert speed is not None and speed.experts is not None
     assert 0 < speed.step_overhead_s < 1 and 0 < speed.layer_overhead_s < 1
     assert speed.send_overhead_s == NodeSpeed.send_overhead_s, "that is measured apart"
+
+
+@pytest.fixture(scope="module")
+def broken(demo_model, tmp_path_factory) -> Checkpoint:
+    """One number of expert 7 of layer 3 is NaN."""
+    folder = tmp_path_factory.mktemp("broken") / "model"
+    shutil.copytree(demo_model, folder, ignore=shutil.ignore_patterns("calibration"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    name = next(name for name in index if "layers.3.mlp.experts.7.down_proj" in name)
+    tensors = load_file(folder / index[name])
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, folder / index[name])
+    return Checkpoint.open(folder)
+
+
+def test_weights_that_give_nan_are_named_by_layer_and_expert(broken) -> None:
+    with pytest.raises(CheckpointError, match="layer 3 experts 7 on .* not finite; look for NaN"):
+        tried(broken, range(32))
+    spec = broken.spec
+    store = load_experts(broken, spec, [ExpertId(3, index) for index in range(32)])
+    with pytest.raises(CheckpointError, match="layer 3 experts 7 gave numbers that are not finite"):
+        try_experts(footprint(broken, context_tokens=64), store, weight_format="as_stored", clock=CLOCK)
 
 
 def test_a_home_without_experts_of_its_own_has_no_speed_of_experts(checkpoint) -> None:
