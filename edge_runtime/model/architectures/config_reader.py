@@ -41,6 +41,9 @@ QUANTISATION_KEYS: dict[str, dict[str, tuple[Any, ...] | None]] = {
     "mxfp4": {"quant_method": None, "modules_to_not_convert": None, "dequantize": None},
 }
 
+MOST_PARTS = 4096  # layers, and experts of a layer
+MOST = 2**24  # any other count; contexts of ten million tokens are the largest met
+
 # Keys that say nothing about the arithmetic: training, bookkeeping of transformers, hints for generation, tokens.
 HARMLESS_KEYS = frozenset(
     "_attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures "
@@ -74,13 +77,16 @@ class ConfigReader:
         return self._get(key) is not None
 
     def count(self, key: str, *, default: int | None = None, at_least: int = 1) -> int:
-        """A whole number of at least `at_least`."""
+        """A whole number of at least `at_least`, and no larger than any model's: names are made for each layer and expert."""
         value = self._get(key)
         value = default if value is None else value
         if value is None:
             raise self.fault(key, None, "is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise self.fault(key, value, f"must be a whole number of at least {at_least}")
+        at_most = MOST_PARTS if "layers" in key or "experts" in key else MOST
+        if value > at_most:
+            raise self.fault(key, value, f"must be at most {at_most}")
         return value
 
     def number(self, key: str, *, default: float | None = None) -> float:

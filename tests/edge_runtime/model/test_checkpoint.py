@@ -101,6 +101,15 @@ def test_an_unsupported_family_names_the_file_and_the_supported_ones(folder):
         Checkpoint.open(folder)
 
 
+@pytest.mark.parametrize(
+    ("key", "number"), [("num_hidden_layers", 10**9), ("num_local_experts", 10**12), ("hidden_size", 10**15)]
+)
+def test_counts_that_no_model_has_are_refused_before_names_are_made_of_them(folder, key, number):
+    edit_config(folder, **{key: number})
+    with pytest.raises(ConfigError, match=f"{key} .*must be at most"):
+        Checkpoint.open(folder)
+
+
 def test_a_folder_without_weights_says_what_is_read(folder):
     for path in [*shards(folder), folder / INDEX_FILE]:
         path.unlink()

@@ -81,6 +81,13 @@ def test_weights_that_give_nan_are_named_by_layer_and_expert(broken) -> None:
         try_experts(footprint(broken, context_tokens=64), store, weight_format="as_stored", clock=CLOCK)
 
 
+def test_nan_that_codes_would_hide_is_refused_where_codes_are_made(broken) -> None:
+    with pytest.raises(
+        CheckpointError, match="layer 3 expert 7 has weights that are not finite, which mxfp4"
+    ):
+        load_experts(broken, broken.spec, [ExpertId(3, 7)], weight_format="mxfp4")
+
+
 def test_a_home_without_experts_of_its_own_has_no_speed_of_experts(checkpoint) -> None:
     found = tried(checkpoint, range(0))
     assert found is not None and found.experts is None
