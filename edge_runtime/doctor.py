@@ -66,8 +66,8 @@ def _kernels() -> Finding:
 
     try:
         found = backends.describe()
-    except (ValueError, ImportError) as error:
-        return Finding("kernels", False, str(error))
+    except (ValueError, ImportError) as fault:
+        return Finding("kernels", False, str(fault))
     path = f"{found['backend']} path" + (f", {found['isa']}" if found["isa"] else "")
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(3, 40, generator=generator), torch.randn(21, 40, generator=generator)

@@ -30,7 +30,7 @@ class Submits(Protocol):
     def run(self, prompts: Sequence[Prompt], *, wait_ready_s: float) -> list[Answer]: ...
 
 
-def _parsed(line: bytes) -> object:
+def _parsed(line: bytes) -> Any:
     """What a line of JSON says; None if it says nothing."""
     try:
         return json.loads(line)
@@ -55,6 +55,7 @@ class Journal:
         digest = hashlib.blake2b(digest_size=16)
         for prompt in prompts:
             digest.update(msgspec.json.encode(prompt))
+        self._num_prompts = len(prompts)
         self._head = {"prompts": len(prompts), "digest": digest.hexdigest()}
         self._out = out
         self.num_damaged = 0
@@ -99,11 +100,11 @@ class Journal:
         self.num_damaged = sum(not self._is_answer(entry) for entry in entries)
         return answers
 
-    def _is_answer(self, entry: object) -> bool:
+    def _is_answer(self, entry: Any) -> bool:
         if not isinstance(entry, dict) or not ("token_ids" in entry or "error" in entry):
             return False
         index = entry.get("index")
-        return isinstance(index, int) and 0 <= index < self._head["prompts"]
+        return isinstance(index, int) and 0 <= index < self._num_prompts
 
     def add(self, answers: dict[int, dict[str, Any]]) -> None:
         """Keep the answers of a batch; they are on disk when this returns. RequestError where they cannot be written."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from edge_runtime.errors import ConfigError
 
@@ -153,6 +154,19 @@ def bench(
     if pieces:
         _join(pieces, as_json)
         return
+    if step and peers:
+        raise click.UsageError("--step and --peers measure different things; give one of them")
+    given = click.get_current_context().get_parameter_source
+    only_one = [
+        flag
+        for name, flag in (("model", "--model"), ("formats", "--format"), ("threads", "--threads"))
+        if given(name) is ParameterSource.COMMANDLINE
+    ]
+    if only_one and not step and not peers:
+        raise click.UsageError(
+            f"{', '.join(only_one)}: for --peers and --step, which run one model in one process; "
+            "clusters have it in their --topology"
+        )
     if step:
         _step_parts(model, formats, threads, streams or (1, 8, 16), max_tokens - 1, as_json)
         return
