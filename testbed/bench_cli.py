@@ -1,6 +1,7 @@
 """The command `edge-runtime bench`: what it can be asked. Heavy imports are inside."""
 
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -170,6 +171,7 @@ def bench(
     if step:
         _step_parts(model, formats, threads, streams or (1, 8, 16), max_tokens - 1, as_json)
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started would stay
     if not peers:
         _bench_clusters(topologies, streams or (1, 4, 16), max_tokens, rounds, as_json)
         return
