@@ -56,7 +56,7 @@ class Journal:
         for prompt in prompts:
             digest.update(msgspec.json.encode(prompt))
         self._num_prompts = len(prompts)
-        self._head = {"prompts": len(prompts), "digest": digest.hexdigest()}
+        self._head = {"prompts": self._num_prompts, "digest": digest.hexdigest()}
         self._out = out
         self.num_damaged = 0
         """Lines that hold no answer to one of the prompts; known once it is read."""
@@ -95,10 +95,9 @@ class Journal:
             )
         with self.path.open("r+b") as file:
             file.truncate(whole)
-        entries = [_parsed(line) for line in lines]
-        answers = {entry["index"]: entry for entry in entries if self._is_answer(entry)}
-        self.num_damaged = sum(not self._is_answer(entry) for entry in entries)
-        return answers
+        entries = [entry for entry in map(_parsed, lines) if self._is_answer(entry)]
+        self.num_damaged = len(lines) - len(entries)
+        return {entry["index"]: entry for entry in entries}
 
     def _is_answer(self, entry: Any) -> bool:
         if not isinstance(entry, dict) or not ("token_ids" in entry or "error" in entry):

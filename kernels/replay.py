@@ -3,6 +3,7 @@
 All three run the same function on the same tensors, so who uses them need not know which it is. Knows no model.
 """
 
+import functools
 import os
 import shlex
 import shutil
@@ -142,6 +143,16 @@ def recorder(environment: Mapping[str, str] = os.environ) -> Recorder | None:
     return COMPILED
 
 
+@functools.cache  # asked for every share that a node loads
+def _fault_of(compiler: str) -> str:
+    """Why a program does not run as a compiler does; empty if it does."""
+    try:
+        tried = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILER_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return f"ends with code {tried.returncode}" if tried.returncode else ""
+
+
 def _try_compiler(environment: Mapping[str, str]) -> None:
     """ValueError, one sentence, unless there is a C++ compiler that runs."""
     names = shlex.split(environment.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
@@ -154,12 +165,7 @@ def _try_compiler(environment: Mapping[str, str]) -> None:
         raise ValueError(
             f"--compile ({COMPILE_VARIABLE}): found no C++ compiler ({', '.join(names)}) on PATH, {advice}"
         )
-    try:
-        tried = subprocess.run([found, "--version"], capture_output=True, timeout=COMPILER_S, check=False)
-        fault = f"ends with code {tried.returncode}" if tried.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        fault = str(error)
-    if fault:
+    if fault := _fault_of(found):
         raise ValueError(
             f"--compile ({COMPILE_VARIABLE}): `{found} --version` {fault}, so there is no C++ compiler that runs, {advice}"
         )

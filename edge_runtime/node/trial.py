@@ -214,8 +214,8 @@ class _Steps:
             hidden = torch.zeros(plan.num_rows, runner.decoder.spec.width)
         context = sum((piece.start + piece.count) * piece.count for piece in plan.slices)
         result = runner.run(plan, hidden)
-        for why in result.failed.values():
-            raise _broken(why)
+        if result.failed:
+            raise _broken(next(iter(result.failed.values())))
         sampling = [piece.request for piece in plan.slices if piece.samples]
         chosen = [0] * len(sampling)
         if result.logits is not None:

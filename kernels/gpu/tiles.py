@@ -23,7 +23,7 @@ SHARED_BYTES = {
     "gfx942": 64 << 10,
 }
 TARGETS = tuple(SHARED_BYTES)
-AMPERE = ("sm_80", "sm_89")
+AMPERE_AND_ADA = ("sm_80", "sm_89")
 
 # Formats whose codes are two to a byte, and how many columns one block of 32 such bytes covers.
 NIBBLE_FORMATS = ("int4", "mxfp4")
@@ -114,7 +114,7 @@ def product_tile(
     """
     if prompt:
         tile = PROMPT[chip]
-        if format in NIBBLE_FORMATS and (pair or (chip in AMPERE and VERSION < (3, 8))):
+        if format in NIBBLE_FORMATS and (pair or (chip in AMPERE_AND_ADA and VERSION < (3, 8))):
             # Unpacking takes registers too: 128 x 64 x 2 spilled, and before triton 3.8 128 x 64 as well.
             tile = tile._replace(BLOCK_N=tile.BLOCK_N // 2)
     elif M > 16:
@@ -193,9 +193,7 @@ def attention_tile(chip: str, heads: int, P: int, Pv: int, itemsize: int, *, pro
         BLOCK_N //= 2
     # Decode reads keys where a table says that was itself just read: one stage more, for the table.
     num_stages = 1 if chip == "gfx942" else 2 if prompt else 3
-    if wide and not prompt and chip in AMPERE and VERSION < (3, 8):
-        num_stages = min(
-            num_stages, 1 if chip == "sm_89" else 2
-        )  # older compilers spilled what more stages hold
+    if wide and not prompt and chip in AMPERE_AND_ADA and VERSION < (3, 8):
+        num_stages = 1 if chip == "sm_89" else 2  # older compilers spilled what more stages hold
     num_warps = 8 if wide or BLOCK_M == 128 or (prompt and max(P, Pv) > 128) else 4
     return AttentionTile(BLOCK_M, TILE_HEADS, BLOCK_N, num_warps, num_stages)

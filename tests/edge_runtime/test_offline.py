@@ -132,8 +132,7 @@ def test_a_cluster_that_answers_no_probe_still_answers_each_tier_by_itself(tmp_p
             return [Answer("r", prompt, 0.0) for prompt in prompts]
 
     client = Mute(ManualClock())
-    prompts = [Prompt(prompt_ids=[index]) for index in range(3)]
-    run_offline(client, prompts, [4, 16, 16], tmp_path / "out", client.clock, capacity=3, full_tier=FULL)
+    run_offline(client, PROMPTS, [4, 16, 16], tmp_path / "out", client.clock, capacity=3, full_tier=FULL)
     assert client.asked == [[[0]], [[1], [2]]]
 
 

@@ -56,9 +56,8 @@ def test_a_slower_link_makes_slower_tokens_and_the_same_ones(two_nodes):
 def test_an_answer_pauses_while_a_link_is_cut_and_goes_on_as_it_would_have(two_nodes):
     entry = {"prompt": PROMPT, "max_tokens": 80, "ignore_eos": True}
     [undisturbed] = two_nodes.answers([entry])
-    link(
-        two_nodes, "desk", "attic", "--rtt", "10ms"
-    )  # an answer takes seconds, so that it is cut and not over
+    # An answer takes seconds then, so that it is cut and not over.
+    link(two_nodes, "desk", "attic", "--rtt", "10ms")
     process = two_nodes.start_command("submit", "--file", two_nodes.write_prompts([entry]))
     before = two_nodes.node("attic")["report"]["calls_served"]
     wait_for(lambda: two_nodes.node("attic")["report"]["calls_served"] > before, "attic is called")
