@@ -332,10 +332,11 @@ def use_threads(threads: int | None) -> int:
     import torch
 
     from kernels import ops
+    from kernels.settings import checked_threads
 
     threads = threads or len(os.sched_getaffinity(0))
+    ops.set_num_threads(checked_threads(threads, "--threads"))
     torch.set_num_threads(threads)
-    ops.set_num_threads(threads)
     return threads
 
 

@@ -16,6 +16,7 @@ import click
 from edge_runtime.commands import changing, daemons, keys, looking, requests, serving
 from edge_runtime.commands.shared import example, say
 from edge_runtime.errors import EXIT_DONE, EXIT_USER, EdgeError
+from kernels.settings import SettingError
 from topology.errors import TopologyError
 
 COMMANDS_GROUP = "edge_runtime.commands"
@@ -82,7 +83,7 @@ def main() -> NoReturn:
     except click.ClickException as error:
         say(f"error: {error.format_message()}")
         code = EXIT_USER
-    except TopologyError as error:
+    except (TopologyError, SettingError) as error:
         say(f"error: {error}")
         code = EXIT_USER
     except EdgeError as error:

@@ -1,9 +1,11 @@
 """Looks for what would keep this machine from serving, and says how to mend it. Changes nothing."""
 
+import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -11,9 +13,11 @@ from typing import NamedTuple
 import psutil
 
 from edge_runtime.clock import Clock
-from edge_runtime.config import resolve_topology_path
+from edge_runtime.config import SHAPE_VARIABLE, resolve_topology_path
 from edge_runtime.errors import EXIT_CLUSTER, EXIT_USER, ConfigError, EdgeError
-from topology.cluster import Cluster, split_address
+from edge_runtime.log import check_levels
+from kernels.settings import COMPILE_VARIABLE, GRAPHS_VARIABLE, SettingError, checked_threads, is_on
+from topology.cluster import Cluster, Node, is_loopback, split_address
 from topology.errors import TopologyError
 from topology.files import read_cluster
 
@@ -40,6 +44,7 @@ def examine(topology: Path | None, clock: Clock) -> Iterator[Finding]:
     yield Finding(
         "memory", True, f"{memory.available / 2**20:.0f} MiB available of {memory.total / 2**20:.0f} MiB"
     )
+    yield _environment()
     yield _kernels()
     yield from _gpu()
     try:
@@ -55,8 +60,61 @@ def examine(topology: Path | None, clock: Clock) -> Iterator[Finding]:
         yield Finding("topology", False, str(error))
         return
     yield Finding("topology", True, f"{path}: cluster {cluster.name}, {len(cluster.nodes)} nodes")
+    yield from _nodes(cluster)
     yield _model(cluster)
     yield from _peers(cluster, clock)
+
+
+def _environment() -> Finding:
+    """The variables that change what commands do: README lists them."""
+    from kernels import backends
+
+    faults = []
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: backends.choose(os.environ),
+        check_levels,
+        *(partial(is_on, os.environ, name) for name in (GRAPHS_VARIABLE, COMPILE_VARIABLE, SHAPE_VARIABLE)),
+    )
+    for check in checks:
+        try:
+            check()
+        except (SettingError, ConfigError) as error:
+            faults.append(str(error))
+    found = ", ".join(
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("EDGE_")
+    )
+    return Finding("environment", not faults, "; ".join(faults) or found or "no variable EDGE_... is set")
+
+
+def _nodes(cluster: Cluster) -> Iterator[Finding]:
+    """Nodes of the file that are this machine, where it cannot be what the file says, or has a GPU that it names."""
+    from kernels import backends
+
+    for node in filter(_is_here, cluster.nodes):
+        faults = []
+        checks: tuple[Callable[[], object], ...] = (
+            partial(backends.check_device, node.device),
+            partial(checked_threads, node.threads),
+        )
+        for check in checks:
+            try:
+                check()
+            except SettingError as error:
+                faults.append(str(error))
+        if faults or node.device != "cpu":
+            yield Finding(f"node {node.name}", not faults, "; ".join(faults) or f"computes on {node.device}")
+
+
+def _is_here(node: Node) -> bool:
+    """Whether a node's address is one of this machine's."""
+    if is_loopback(node.address):
+        return True
+    own = {each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found}
+    try:
+        named = {str(found[4][0]) for found in socket.getaddrinfo(split_address(node.address)[0], None)}
+    except OSError:
+        return False
+    return not named.isdisjoint(own)
 
 
 def _kernels() -> Finding:
@@ -66,8 +124,8 @@ def _kernels() -> Finding:
 
     try:
         found = backends.describe()
-    except (ValueError, ImportError) as fault:
-        return Finding("kernels", False, str(fault))
+    except SettingError:
+        return Finding("kernels", False, "not looked at: the environment asks for others than there are")
     path = f"{found['backend']} path" + (f", {found['isa']}" if found["isa"] else "")
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(3, 40, generator=generator), torch.randn(21, 40, generator=generator)

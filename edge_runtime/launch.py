@@ -33,6 +33,7 @@ from edge_runtime.config import (
     write_record,
 )
 from edge_runtime.errors import EXIT_USER, ClusterError, ConfigError, PeerError, Refusal, UserError
+from kernels.settings import is_on
 from topology.cluster import Cluster
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ def _start_all(cluster: Cluster, topology_path: Path, directory: Path, limited: 
         for name in (COORDINATOR, *cluster.node_names):
             local.processes[name] = _start(name, threads.get(name, 1), topology_path, directory)
         for marker, is_set in (
-            (SHAPED, bool(os.environ.get(SHAPE_VARIABLE))),
+            (SHAPED, is_on(os.environ, SHAPE_VARIABLE)),
             (LIMITED, limited is not None),
         ):
             (directory / marker).unlink(missing_ok=True)  # they are for nodes that come later

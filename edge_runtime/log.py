@@ -65,6 +65,11 @@ def _escaped(letter: str) -> str:
     return letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
 
 
+def check_levels() -> None:
+    """ConfigError where $EDGE_LOG is set to what names no levels."""
+    _parse_levels(os.environ.get(LEVEL_VARIABLE) or "info")
+
+
 def _parse_levels(text: str) -> tuple[int, dict[str, int]]:
     base = logging.INFO
     parts: dict[str, int] = {}

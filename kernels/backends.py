@@ -7,6 +7,7 @@ of threads (1 unless set). All compiled instruction sets and all numbers of
 threads give the same bits.
 """
 
+import functools
 import importlib
 import logging
 import os
@@ -19,6 +20,16 @@ from typing import Any
 import torch
 
 from kernels.interface import OtherInterface
+from kernels.settings import (
+    BACKENDS,
+    ISA_VARIABLE,
+    ISAS,
+    KERNELS_VARIABLE,
+    THREADS_VARIABLE,
+    SettingError,
+    checked_threads,
+    one_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +39,7 @@ MODULES = {
     "reference": "kernels.reference",
     "triton": "kernels.gpu.backend",
 }
+assert tuple(MODULES) == BACKENDS, "what may be asked for is what there is"
 HOST = torch.device("cpu")
 
 _active: ModuleType | None = None
@@ -36,16 +48,18 @@ _device = HOST
 
 def load(name: str) -> ModuleType:
     """The backend of that name. ImportError says why the native one cannot be had."""
-    if name not in MODULES:
-        raise ValueError(f"EDGE_KERNELS is {name!r}; it must be one of {', '.join(MODULES)}, or not be set")
     return importlib.import_module(MODULES[name])
 
 
 def choose(environment: Mapping[str, str]) -> ModuleType:
-    """The backend these variables ask for, set up as they say: native if it was built and nothing forbids it, else torch."""
-    wanted = environment.get("EDGE_KERNELS", "")
+    """The backend these variables ask for, set up as they say: native if it was built and nothing forbids it, else torch.
+
+    SettingError for what cannot be had.
+    """
+    wanted = one_of(environment, KERNELS_VARIABLE, BACKENDS)
+    isa = one_of(environment, ISA_VARIABLE, ISAS)
     if wanted == "triton" and environment.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
+        raise SettingError(
             "EDGE_KERNELS: found triton, whose kernels run on a GPU; name one by `device` in the topology file, or set "
             "TRITON_INTERPRET=1 to have them interpreted on the processor"
         )
@@ -53,15 +67,22 @@ def choose(environment: Mapping[str, str]) -> ModuleType:
         backend = load(wanted or "native")
     except ImportError as error:
         if wanted:
-            raise
+            raise SettingError(
+                f"{KERNELS_VARIABLE}: found {wanted!r}, which cannot be had here: {error}; leave it unset, or run `make install`"
+            ) from error
         if isinstance(error, OtherInterface):  # where nothing was built, nobody expects it
-            log.warning("%s; until then plain torch serves, and answers come slower", error)
+            _tell(str(error))
         backend = load("torch")
-    if backend.NAME == "native" and (isa := environment.get("EDGE_CPU_ISA", "")):
+    if backend.NAME == "native" and isa:
         use_isa(isa)
-    if threads := environment.get("EDGE_THREADS", ""):
-        backend.set_num_threads(_checked_threads(int(threads) if threads.isdecimal() else 0))
+    if threads := environment.get(THREADS_VARIABLE, ""):
+        backend.set_num_threads(checked_threads(threads, THREADS_VARIABLE))
     return backend
+
+
+@functools.cache  # once a process
+def _tell(why: str) -> None:
+    log.warning("%s; until then plain torch serves, and answers come slower", why)
 
 
 def use_isa(isa: str) -> None:
@@ -70,8 +91,8 @@ def use_isa(isa: str) -> None:
 
     runnable = _native.runnable_isas()
     if isa not in runnable:
-        raise ValueError(
-            f"EDGE_CPU_ISA: found {isa!r}, expected one of {', '.join(runnable)} on this machine"
+        raise SettingError(
+            f"{ISA_VARIABLE}: found {isa!r}, expected one of {', '.join(runnable)} on this machine"
         )
     _native.use_isa(isa)
 
@@ -86,13 +107,7 @@ def active() -> ModuleType:
 
 def set_num_threads(threads: int) -> None:
     """Let the backend that serves share large calls between this many threads, the caller's included."""
-    active().set_num_threads(_checked_threads(threads))
-
-
-def _checked_threads(threads: int) -> int:
-    if threads < 1:
-        raise ValueError(f"threads (EDGE_THREADS): found {threads}, expected 1 or more")
-    return threads
+    active().set_num_threads(checked_threads(threads))
 
 
 def use(name: str, device: torch.device = HOST) -> ModuleType:
@@ -155,27 +170,35 @@ def gpus() -> list[str]:
     return found
 
 
-def use_device(name: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Compute where a topology file says: `cpu`, `cuda` or `cuda:N`. ValueError, one sentence, where that cannot be."""
+def check_device(name: str, environment: Mapping[str, str] = os.environ) -> None:
+    """SettingError where this machine cannot compute on `cpu`, `cuda` or `cuda:N`. Changes nothing."""
     kind, _, number = name.partition(":")
     if kind == "cpu":
         return
-    if (forced := environment.get("EDGE_KERNELS", "triton")) != "triton":
-        raise ValueError(
-            f"device: found {name!r}, which needs the triton kernels, but EDGE_KERNELS is {forced!r}"
+    if (forced := one_of(environment, KERNELS_VARIABLE, BACKENDS) or "triton") != "triton":
+        raise SettingError(
+            f"device: found {name!r}, which needs the triton kernels, but {KERNELS_VARIABLE} is {forced!r}"
         )
     there, index = gpus(), int(number or 0)
     if index >= len(there):
         what = "; ".join(there) if there else f"no GPU (torch {torch.__version__})"
-        raise ValueError(
+        raise SettingError(
             f'device: found {name!r}, but torch sees {what} on this machine; write "cpu", or install a torch for its GPU'
         )
     try:
-        use("triton", torch.device("cuda", index))
+        load("triton")
     except ImportError as error:
-        raise ValueError(
+        raise SettingError(
             f"device: found {name!r}, but triton cannot be imported: {error}; install it"
         ) from None
+
+
+def use_device(name: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Compute where a topology file says: `cpu`, `cuda` or `cuda:N`. SettingError where that cannot be."""
+    check_device(name, environment)
+    kind, _, number = name.partition(":")
+    if kind != "cpu":
+        use("triton", torch.device("cuda", int(number or 0)))
 
 
 def describe() -> dict[str, Any]:

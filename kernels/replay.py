@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import backends
-
-GRAPHS_VARIABLE = "EDGE_GRAPHS"
-"""`off`: nodes on a GPU launch each kernel by itself."""
-COMPILE_VARIABLE = "EDGE_COMPILE"
-"""Anything: nodes whose kernels are plain torch compile what they repeat. `--compile` sets it."""
+from kernels.settings import COMPILE_VARIABLE, GRAPHS_VARIABLE, SettingError, is_on
 
 COMPILER_S = 20.0
 
@@ -128,13 +124,13 @@ REPEATING, COMPILED, CUDA_GRAPH = (
 def recorder(environment: Mapping[str, str] = os.environ) -> Recorder | None:
     """How segments of steps are recorded by the backend that serves; None where that gains nothing.
 
-    The compiled kernels run whole layers as one call already (kernels.layer_runs). ValueError, one sentence, where compiling
-    is asked for and cannot be.
+    The compiled kernels run whole layers as one call already (kernels.layer_runs). SettingError where compiling is
+    asked for and cannot be.
     """
     backend = backends.active().NAME
     if not backends.is_on_host():
-        return None if environment.get(GRAPHS_VARIABLE) == "off" else CUDA_GRAPH
-    if not environment.get(COMPILE_VARIABLE) or backend != "torch":
+        return CUDA_GRAPH if is_on(environment, GRAPHS_VARIABLE, unset=True) else None
+    if not is_on(environment, COMPILE_VARIABLE) or backend != "torch":
         return None
     _try_compiler(environment)
     torch._dynamo.config.recompile_limit = max(
@@ -154,7 +150,7 @@ def _fault_of(compiler: str) -> str:
 
 
 def _try_compiler(environment: Mapping[str, str]) -> None:
-    """ValueError, one sentence, unless there is a C++ compiler that runs."""
+    """SettingError unless there is a C++ compiler that runs."""
     names = shlex.split(environment.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
     advice = (
         "which torch.compile needs; install one, with which `make install` builds the compiled kernels as well, "
@@ -162,11 +158,11 @@ def _try_compiler(environment: Mapping[str, str]) -> None:
     )
     found = next((path for name in names if (path := shutil.which(name))), None)
     if found is None:
-        raise ValueError(
+        raise SettingError(
             f"--compile ({COMPILE_VARIABLE}): found no C++ compiler ({', '.join(names)}) on PATH, {advice}"
         )
     if fault := _fault_of(found):
-        raise ValueError(
+        raise SettingError(
             f"--compile ({COMPILE_VARIABLE}): `{found} --version` {fault}, so there is no C++ compiler that runs, {advice}"
         )
 
@@ -174,7 +170,7 @@ def _try_compiler(environment: Mapping[str, str]) -> None:
 def why_not_compiled(environment: Mapping[str, str] = os.environ) -> str | None:
     """What to tell a person who asks for compiling where the kernels need none; None where they do, or nobody asked."""
     backend = backends.active().NAME
-    if not environment.get(COMPILE_VARIABLE) or (backends.is_on_host() and backend == "torch"):
+    if not is_on(environment, COMPILE_VARIABLE) or (backends.is_on_host() and backend == "torch"):
         return None
     there = "keep captured graphs" if not backends.is_on_host() else "are compiled ahead of time"
     return f"--compile changes nothing here: the {backend} kernels {there}; it is for those of plain torch (EDGE_KERNELS=torch)"

@@ -2,13 +2,26 @@
 
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
 from edge_runtime.errors import ConfigError
+from kernels.settings import checked_threads
+from topology.readers import SHORT_FORMATS
+
+EVERYWHERE = {"streams", "max_tokens", "as_json"}
+ONE_MODEL = EVERYWHERE | {"model", "formats", "threads"}
+OPTIONS_OF = {
+    "": EVERYWHERE | {"topologies", "rounds"},
+    "--join": {"pieces", "as_json"},
+    "--step": ONE_MODEL | {"step"},
+    "--peers": ONE_MODEL
+    | {"peers", "rounds", "engines", "prefill_tokens", "vllm_python", "llama_python", "gguf"},
+}
+"""Which options count with which of those that say what is done."""
 
 HERE = Path(__file__).resolve().parent
 SCENARIOS = HERE / "scenarios"
@@ -21,8 +34,9 @@ class Several(click.ParamType):
 
     name = "list"
 
-    def __init__(self, known: Sequence[str] = ()) -> None:
-        self.known = known
+    def __init__(self, known: Sequence[str] = (), called: Mapping[str, str] | None = None) -> None:
+        """called: other names -> those known"""
+        self.known, self._called = known, called or {}
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
@@ -31,6 +45,7 @@ class Several(click.ParamType):
             return value
         parts = [part.strip() for part in str(value).split(",")]
         if self.known:
+            parts = [self._called.get(part, part) for part in parts]
             for part in parts:
                 if part not in self.known:
                     self.fail(f"{part!r} is none of {', '.join(self.known)}", param, ctx)
@@ -74,7 +89,7 @@ class Several(click.ParamType):
     "--model",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=DEMO,
-    help="With --peers: the model's folder. Default: the demo model.",
+    help="With --peers and --step: the model's folder. Default: the demo model.",
 )
 @click.option(
     "--engine",
@@ -87,13 +102,21 @@ class Several(click.ParamType):
 @click.option(
     "--format",
     "formats",
-    type=Several(("bf16", "bf16x2", "int8", "int4")),
+    type=Several(
+        ("bf16", "bf16x2", "int8", "int4", "fp16", "fp32", "mxfp4"),
+        {long: short for short, long in SHORT_FORMATS.items()},
+    ),
     default="bf16",
     show_default=True,
-    help="With --peers: weight formats, a table each; int8 and int4 are q8_0 and q4_0 in a GGUF, bf16x2 is bf16 for all others.",
+    help="With --peers and --step: weight formats, a table each; int8 and int4 are q8_0 and q4_0 in a GGUF, bf16x2 is bf16 "
+    "for all others, who do not have the last three.",
 )
 @click.option(
-    "--threads", type=Several(), default="1", show_default=True, help="With --peers: threads, a table each."
+    "--threads",
+    type=Several(),
+    default="1",
+    show_default=True,
+    help="With --peers and --step: threads, a table each.",
 )
 @click.option(
     "--prefill-tokens",
@@ -152,31 +175,27 @@ def bench(
     as_json: bool,
 ) -> None:
     """Start clusters, load them, and print tok/s, TTFT, TPOT, messages and bytes per token."""
+    asked = [
+        name for name, is_asked in (("--join", pieces), ("--step", step), ("--peers", peers)) if is_asked
+    ]
+    if len(asked) > 1:
+        raise click.UsageError(f"{' and '.join(asked)} do different things; give one of them")
+    _refuse_needless(click.get_current_context(), asked[0] if asked else "")
     if pieces:
         _join(pieces, as_json)
         return
-    if step and peers:
-        raise click.UsageError("--step and --peers measure different things; give one of them")
-    given = click.get_current_context().get_parameter_source
-    only_one = [
-        flag
-        for name, flag in (("model", "--model"), ("formats", "--format"), ("threads", "--threads"))
-        if given(name) is ParameterSource.COMMANDLINE
-    ]
-    if only_one and not step and not peers:
-        raise click.UsageError(
-            f"{', '.join(only_one)}: for --peers and --step, which run one model in one process; "
-            "clusters have it in their --topology"
-        )
+    for count in threads:
+        checked_threads(count, "--threads")
     if step:
+        _refuse_long(model, 0, max_tokens, streams or (1, 8, 16), "--step")
         _step_parts(model, formats, threads, streams or (1, 8, 16), max_tokens - 1, as_json)
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started would stay
     if not peers:
         _bench_clusters(topologies, streams or (1, 4, 16), max_tokens, rounds, as_json)
         return
-    if topologies:
-        raise click.UsageError("--peers starts a node of its own; give --model instead of --topology")
+    is_asked = _is_given(click.get_current_context(), "prefill_tokens")  # else as many as there may be
+    _refuse_long(model, prefill_tokens if is_asked else 0, max_tokens, streams or (1, 8, 16), "--peers")
     from edge_runtime.clock import SystemClock
     from testbed import bench_peers, bench_table
 
@@ -205,10 +224,60 @@ def bench(
                     lambda line: click.echo(line, err=True),
                 )
             )
-            if not as_json:
+            if not as_json and results[-1].rates:
                 click.echo(bench_table.tables(results[-1]) + "\n")
+    if not any(result.rates for result in results):
+        why = "; ".join(f"{name}: {said}" for name, said in results[0].left_out.items())
+        raise ConfigError(f"nothing was measured: {why}")
     if as_json:
         click.echo(json.dumps({"peers": bench_table.as_json(results)}))
+
+
+def _is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def _refuse_needless(context: click.Context, asked: str) -> None:
+    """Options that would count for nothing beside the one that says what is measured; "" for clusters."""
+    counting = OPTIONS_OF[asked]
+    needless = [
+        option.opts[0]
+        for option in context.command.params
+        if option.name not in counting and _is_given(context, str(option.name))
+    ]
+    if not needless:
+        return
+    if asked:
+        known = [option.opts[0] for option in context.command.params if option.name in counting]
+        raise click.UsageError(f"{', '.join(needless)}: not with {asked}, which takes {', '.join(known)}")
+    raise click.UsageError(
+        f"{', '.join(needless)}: for --peers or --step, which run one model in one process; clusters have theirs in their "
+        "--topology"
+    )
+
+
+def _refuse_long(
+    model: Path, prefill_tokens: int, max_tokens: int, streams: tuple[int, ...], what: str
+) -> None:
+    """Prompts and answers that are longer than what the model is run with."""
+    from edge_runtime.model.checkpoint import Checkpoint
+    from testbed import bench_peers, step_parts
+
+    limit = step_parts.CONTEXT_TOKENS if what == "--step" else bench_peers.CONTEXT_TOKENS
+    own = Checkpoint.open(model).spec.context_tokens
+    context = min(own, limit)
+    reads = f"{what} runs {model.name} with a context of {context} tokens" + (
+        ", all that it can read" if own <= limit else ""
+    )
+    if prefill_tokens >= context:
+        raise click.UsageError(
+            f"--prefill-tokens: found {prefill_tokens}, expected at most {context - 1}: {reads}"
+        )
+    others = bench_peers.PROMPT_TOKENS + max(streams)  # not all begin in the same step
+    if max_tokens + others > context:
+        raise click.UsageError(
+            f"--max-tokens: found {max_tokens}, expected at most {context - others} with {max(streams)} streams: {reads}"
+        )
 
 
 def _join(files: Sequence[Path], as_json: bool) -> None:
@@ -217,12 +286,18 @@ def _join(files: Sequence[Path], as_json: bool) -> None:
     results = []
     for file in files:
         try:
-            for line in file.read_text(encoding="utf-8").splitlines():
-                results += bench_table.from_json(json.loads(line)["peers"]) if line.strip() else []
-        except (ValueError, KeyError, TypeError) as error:
+            lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+            found = [result for line in lines for result in bench_table.from_json(json.loads(line)["peers"])]
+            why = "" if found else "there is no result in it"
+        except KeyError as error:
+            why = f"the key {error} is missing"
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            why = str(error)
+        if why:
             raise click.UsageError(
-                f"--join: {file} is not what `edge-runtime bench --peers --json` prints ({error!r}); give it such files"
-            ) from None
+                f"--join: {file} is not what `edge-runtime bench --peers --json` prints: {why}; give it such files"
+            )
+        results += found
     whole = bench_peers.joined(results)
     if as_json:
         click.echo(json.dumps({"peers": bench_table.as_json(whole)}))
@@ -238,14 +313,9 @@ def _step_parts(
     steps: int,
     as_json: bool,
 ) -> None:
-    from kernels import backends
     from testbed import step_parts
     from testbed.bench_peers import Corpus
 
-    try:
-        backends.describe()
-    except (ValueError, ImportError) as error:
-        raise ConfigError(str(error)) from None
     corpus, found = Corpus(model, "\n\n".join(_prompts())), []
     for num_threads in threads:
         for format in formats:

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from edge_runtime.errors import ConfigError
+
 LIMITS_FROM = 0.6  # a floor that explains this much of the time is called the limit; below it is overhead
-BLOCK_BYTES = {"bf16": 2.0, "bf16x2": 2.0, "int8": 34 / 32, "int4": 18 / 32}
-"""Bytes per weight as GGUF stores them: q8_0 and q4_0 keep a 2-byte scale per 32 weights."""
+BLOCK_BYTES = {
+    "bf16": 2.0, "bf16x2": 2.0, "fp16": 2.0, "fp32": 4.0, "int8": 34 / 32, "int4": 18 / 32, "mxfp4": 17 / 32
+}  # fmt: skip
+"""Bytes per weight as GGUF stores them: q8_0 and q4_0 keep a 2-byte scale per 32 weights, mxfp4 a byte."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,12 @@ class Cost:
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes:
-    """From the config.json of a Qwen3-MoE model whose every layer is routed."""
+    """From the config.json of a Qwen3-MoE model whose every layer is routed. ConfigError for others."""
+    if (found := config.get("model_type")) != "qwen3_moe":
+        raise ConfigError(
+            f"--peers: found a model of the kind {found!r}, expected 'qwen3_moe', the one whose least bytes and operations "
+            "are known here; `edge-runtime bench --topology` measures others"
+        )
     D, L, P = config["hidden_size"], config["num_hidden_layers"], config["head_dim"]
     q, kv = config["num_attention_heads"] * P, config["num_key_value_heads"] * P
     E, V = config["num_experts"], config["vocab_size"]

@@ -4,7 +4,6 @@ Every engine is a process of its own with the same number of threads, and only o
 the machine's stream speed, measured in the same rounds, and what each cell is limited by.
 """
 
-import json
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -20,23 +19,22 @@ import torch
 
 from edge_runtime.clock import Clock
 from edge_runtime.errors import ConfigError, EdgeError
+from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.tokenizer import Tokenizer
 from kernels import ops, tuning
 from testbed.bench import RunningCluster
 from testbed.bench_floors import BLOCK_BYTES, Cost, Sizes, decode_cost, prefill_cost, sizes_of
 from testbed.peers import gguf_file
 from testbed.peers.engines import DaemonsEngine, Engine, Rate, Work, WorkerEngine
-from topology.cluster import WEIGHT_FORMATS
 
 OWN, DAEMONS, TRANSFORMERS, VLLM, LLAMA = "own", "daemons", "transformers", "vllm", "llama.cpp"
 ENGINES = (OWN, DAEMONS, TRANSFORMERS, VLLM, LLAMA)
-FORMATS = {
-    "bf16": ("as_stored", "bf16"),
-    "bf16x2": ("bfloat16x2", "bf16"),
-    "int8": ("int8", "q8_0"),
-    "int4": ("int4", "q4_0"),
-}
-"""What a column is called, in a topology file and in a GGUF."""
+GGUF_FORMATS = {"bf16": "bf16", "bf16x2": "bf16", "int8": "q8_0", "int4": "q4_0"}
+"""What a format is called in a GGUF; llama.cpp is not measured in others."""
+FORMATS = (*GGUF_FORMATS, "fp16", "fp32", "mxfp4")
+"""As a topology file may call them too."""
+CONTEXT_TOKENS = 2048
+PROMPT_TOKENS = 32
 GGUF_FOLDER = Path.home() / ".cache" / "edge-runtime" / "gguf"
 STREAM_BYTES_MAX = 512 << 20
 STREAM_INPUTS = 1024
@@ -64,7 +62,7 @@ class Sitting:
     batches: tuple[int, ...] = (1, 8, 16)
     steps: int = 32
     """Decode steps that count in a round."""
-    prompt_tokens: int = 32
+    prompt_tokens: int = PROMPT_TOKENS
     prefill_tokens: int = 512
     rounds: int = 5
     vllm_python: Path | None = None
@@ -168,13 +166,13 @@ def measure(
     sitting: Sitting, corpus: Corpus, format: str, threads: int, clock: Clock, say: Callable[[str], None]
 ) -> Result:
     """Start what is installed, take turns, stop everything."""
-    config = json.loads((sitting.model / "config.json").read_text())
-    context = min(config["max_position_embeddings"], 2048)
+    checkpoint = Checkpoint.open(sitting.model)
+    context = min(checkpoint.spec.context_tokens, CONTEXT_TOKENS)
     cells = cells_of(sitting, context)
     result = Result(
         sitting.model.name, format, threads, cells, peak_flops=tuning.peak_gflops() * 1e9 * threads
     )
-    sizes = sizes_of(config)
+    sizes = sizes_of(checkpoint.config)
     stream = Stream(min(STREAM_BYTES_MAX, int(sizes.total * BLOCK_BYTES[format])), threads)
     result.load_average.append(os.getloadavg()[0])
     what = f"{sitting.model.name} {format}, {threads} thread{'s' * (threads > 1)}"
@@ -189,16 +187,20 @@ def measure(
                 continue
             engines.append(engine)
             result.versions[name] = str(engine.facts.get("version", ""))
-        for engine in engines:
+        for engine in list(engines):
             if isinstance(engine, WorkerEngine) and engine.name == OWN:
-                _note_parts(engine, result, corpus)
+                try:
+                    _note_parts(engine, result, corpus)
+                except EdgeError as error:
+                    result.left_out[engine.name] = str(error)
+                    engines.remove(engine)
         result.costs = {
             engine.name: _costs(engine, format, sizes, cells, result.distinct_experts, sitting.steps)
             for engine in engines
         }
         try:
             for turn in range(sitting.rounds + 1):
-                for cell in cells:
+                for cell in cells if engines else ():
                     work = Work(cell.kind, corpus.prompts(cell.requests, cell.tokens, turn), sitting.steps)
                     _turn(engines, work, cell.title, result, counts=turn > 0)
                     result.stream_bps.append(stream.bytes_per_s())
@@ -232,8 +234,8 @@ class Stream:
 
     def __init__(self, num_bytes: int, threads: int) -> None:
         self._threads = threads
-        torch.set_num_threads(threads)
         ops.set_num_threads(threads)
+        torch.set_num_threads(threads)
         num_outputs = max(1, num_bytes // (2 * STREAM_INPUTS))
         weight = ops.pack_linear(torch.ones(num_outputs, STREAM_INPUTS, dtype=torch.bfloat16))
         numbers = torch.ones(num_bytes // 4)
@@ -301,7 +303,7 @@ def _start(
     name: str, sitting: Sitting, format: str, threads: int, context: int, clock: Clock, up: ExitStack
 ) -> Engine:
     """A running engine that ends with `up`; an EdgeError says why it cannot be had."""
-    own_format, gguf_format = FORMATS[format]
+    gguf_format = GGUF_FORMATS.get(format)
     _check_memory(sitting.model, BLOCK_BYTES[format])
     order: dict[str, Any] = {
         "model": str(sitting.model),
@@ -310,11 +312,9 @@ def _start(
         "max_requests": max(sitting.batches),
     }
     if name in (OWN, DAEMONS):
-        if own_format not in WEIGHT_FORMATS:
-            raise ConfigError(f"our nodes cannot keep weights as {own_format}")
         folder = Path(up.enter_context(TemporaryDirectory(prefix="edge-bench-")))
         topology = folder / "one_node.toml"
-        topology.write_text(one_node(sitting, own_format, threads, context, free_ports(2)))
+        topology.write_text(one_node(sitting, format, threads, context, free_ports(2)))
         if name == DAEMONS:
             running = up.enter_context(RunningCluster(topology, clock))
             client = up.enter_context(running.client())
@@ -325,6 +325,8 @@ def _start(
     elif name == LLAMA:
         if sitting.llama_python is None:
             raise ConfigError("llama-cpp-python is looked for where --llama-python or EDGE_BENCH_LLAMA says")
+        if gguf_format is None:
+            raise ConfigError(f"{name} is compared in {', '.join(GGUF_FORMATS)} only")
         order |= {"gguf": str(gguf_of(sitting, gguf_format)), "kv_tokens": KV_TOKENS}
         worker = WorkerEngine(name, ("-m", "testbed.peers.llama_worker"), order, str(sitting.llama_python))
     elif gguf_format != "bf16":
@@ -345,11 +347,12 @@ def one_node(sitting: Sitting, weight_format: str, threads: int, context: int, p
     """A topology file with one node that holds the whole model and steps as many rows as others do."""
     stored = sum(path.stat().st_size for path in sitting.model.glob("*.safetensors"))
     memory = (2 * stored + (2 << 30)) >> 20
+    longest = sitting.prompt_tokens + sitting.steps + 1 + max(sitting.batches)  # all decode at the same time
     return f"""[cluster]
 name = "bench-one-node"
 model = "{sitting.model.resolve()}"
 coordinator = "127.0.0.1:{ports[0]}"
-kv_tokens = {KV_TOKENS}
+kv_tokens = {max(KV_TOKENS, max(sitting.batches) * longest)}
 context_tokens = {context}
 max_batch_rows = {max(512, *sitting.batches)}
 max_requests = {max(sitting.batches)}

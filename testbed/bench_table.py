@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from testbed.bench_floors import Cost, limit_of
 from testbed.bench_peers import DAEMONS, OWN, Cell, Result
 from testbed.peers.engines import Rate
@@ -170,8 +172,8 @@ def as_json(results: Sequence[Result]) -> list[Mapping[str, Any]]:
 
 
 def from_json(found: Sequence[Mapping[str, Any]]) -> list[Result]:
-    """What `as_json` gave, as results again. KeyError or TypeError if it is something else."""
-    return [
+    """What `as_json` gave, as results again. KeyError, TypeError or ValueError if it is something else."""
+    results = [
         Result(
             model=each["model"],
             format=each["format"],
@@ -195,6 +197,11 @@ def from_json(found: Sequence[Mapping[str, Any]]) -> list[Result]:
         )
         for each in found
     ]
+    for result in results:
+        msgspec.convert(msgspec.to_builtins(result), Result)  # values of other types
+        if not result.stream_bps or not result.load_average:
+            raise ValueError("a result without rounds")
+    return results
 
 
 def _median(values: Sequence[float]) -> float:

@@ -48,6 +48,7 @@ def elastic(
     from edge_runtime.artifacts import artifact_folder
     from kernels.packing import FORMATS
     from testbed import elastic as measure
+    from topology.readers import SHORT_FORMATS
 
     torch.set_num_threads(1)
     counts = {"prompts": prompts, "size": size, "rounds": rounds, "rows": rows}
@@ -56,6 +57,7 @@ def elastic(
         if count < 1:
             raise click.BadParameter(f"--{name} is {count}, expected at least 1")
     checkpoint, found, parts = measure.open_parts(model, artifact or artifact_folder(model))
+    trunk_format = SHORT_FORMATS.get(trunk_format, trunk_format)
     if trunk_format != "as_stored" and trunk_format not in FORMATS:
         known = ", ".join(("as_stored", *FORMATS))
         raise click.BadParameter(f"--trunk-format is {trunk_format!r}, expected one of {known}")
@@ -128,10 +130,7 @@ def segments(
     record = None
     if compiles or not backends.is_on_host():
         asked = {COMPILE_VARIABLE: "1"} if compiles else {}
-        try:
-            record = replay.recorder(asked)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from None
+        record = replay.recorder(asked)
         if needless := replay.why_not_compiled(asked):
             click.echo(needless, err=True)
     checkpoint, _, parts = measure.open_parts(model, artifact or artifact_folder(model))

@@ -26,6 +26,7 @@ from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.moe import LocalExperts
 from kernels.packing import FORMATS, KV_BLOCK_TOKENS
 from topology.ids import ExpertId
+from topology.readers import SHORT_FORMATS
 
 AS_STORED = "as_stored"
 BOTH = ("int8/int8", "int4/int8", "int4/int4")
@@ -100,7 +101,8 @@ class Model:
 def parted(formats: str) -> tuple[str, str]:
     """Format of the experts and of the trunk: "int8/int4", or "int8" with the trunk as stored."""
     weight_format, _, trunk_format = formats.partition("/")
-    return weight_format, trunk_format or AS_STORED
+    trunk_format = trunk_format or AS_STORED
+    return SHORT_FORMATS.get(weight_format, weight_format), SHORT_FORMATS.get(trunk_format, trunk_format)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from edge_runtime.errors import ConfigError
 from kernels import backends
-from testbed.bench_peers import FORMATS, Corpus, Sitting, free_ports, one_node
+from testbed.bench_peers import Corpus, Sitting, free_ports, one_node
 from testbed.peers.own_worker import OwnRunner, StepSeconds
 
 CONTEXT_TOKENS = 512
@@ -68,7 +68,7 @@ def measure(
     with TemporaryDirectory(prefix="edge-step-") as folder:
         topology = Path(folder) / "one_node.toml"
         sitting = Sitting(model, batches=tuple(batches), steps=steps)
-        topology.write_text(one_node(sitting, FORMATS[format][0], threads, CONTEXT_TOKENS, free_ports(2)))
+        topology.write_text(one_node(sitting, format, threads, CONTEXT_TOKENS, free_ports(2)))
         runner = OwnRunner({"topology": str(topology)})
     found = []
     for requests in batches:

@@ -26,7 +26,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]+)")
 _EXPERT = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})")
 _EVERYWHERE = ("0.0.0.0", "[::]", "*")
-_SHORT_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SHORT_FORMATS = {"bf16": "bfloat16", "bf16x2": "bfloat16x2", "fp16": "float16", "fp32": "float32"}
+"""Other names of `WEIGHT_FORMATS`, by which commands call them."""
 RESERVED_NAMES = (
     "coordinator",
     "gateway",
@@ -119,7 +120,7 @@ read_selector = read_one_of("selector", SELECTORS)
 
 def read_weight_format(value: object) -> str:
     """One of `WEIGHT_FORMATS`; the usual short forms are understood."""
-    return read_one_of("weight format", WEIGHT_FORMATS)(_SHORT_FORMATS.get(read_text(value), value))
+    return read_one_of("weight format", WEIGHT_FORMATS)(SHORT_FORMATS.get(read_text(value), value))
 
 
 def read_quantity(parse: Callable[[str], float], example: str) -> Callable[[object], float]:

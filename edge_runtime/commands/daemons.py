@@ -151,13 +151,15 @@ def _run_node(name: str, path: Path, shape: bool, compiles: bool) -> None:
     from edge_runtime.node.daemon import NodeDaemon
     from edge_runtime.weights.locate import located, model_for_node
     from kernels import backends, replay
+    from kernels.settings import SettingError, checked_threads
 
     if compiles:
         os.environ[COMPILE_VARIABLE] = "1"
     try:
+        checked_threads(mine.threads)
         backends.use_device(mine.device)
         replay.recorder()
-    except ValueError as error:
+    except SettingError as error:
         raise ConfigError(f"{path}: node {name}, {error}") from None
     if needless := replay.why_not_compiled():
         logging.getLogger(__name__).info("%s", needless)

@@ -230,8 +230,6 @@ class _Loader:
             if order is not None and packed != "mxfp4":
                 stored = [_plain(weight) for weight in stored]
             widened = [_dense(weight) for weight in stored]
-            if packed == "mxfp4":
-                _refuse_what_codes_hide(widened, what)
             named: dict[str, Any] = dict(zip(names, [*widened, *tensors[len(matrices) :]], strict=True))
             if order is not None:
                 named = {name: _ordered(name, each, order) for name, each in named.items()}
@@ -273,15 +271,6 @@ def activation_options(spec: ExpertSpec) -> dict[str, Any]:
     if spec.activation == "clamped_swiglu":
         return {"activation": spec.activation, "alpha": spec.alpha, "limit": spec.clamp}
     return {"activation": spec.activation}
-
-
-def _refuse_what_codes_hide(weights: Weights, what: str) -> None:
-    """MXFP4 has no code for NaN and Inf: they would become numbers like others, and no trial could find them."""
-    for weight in weights:
-        if isinstance(weight, Tensor) and not weight.isfinite().all():
-            raise CheckpointError(
-                f"{what} has weights that are not finite, which mxfp4 cannot hold; copy the model's files again"
-            )
 
 
 def _alike(weights: Weights) -> Weights:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 from torch import Tensor
 
 from edge_runtime.errors import CheckpointError
@@ -36,6 +37,12 @@ SHOWN_NAMES = 4
 HASH_ALL_BYTES = 256 << 20  # up to here the hash reads every byte: 35 MB take 50 ms, 256 MB 0.4 s
 HASH_SAMPLES = 64
 HASH_PAGE_BYTES = 4096
+COPY_AGAIN = "copy the model's files again"
+MAY_BE_INFINITE = (
+    "gate_bias",
+    "gate_selection_bias",
+    "sinks",
+)  # minus infinity: an expert, or a sink, that is left out
 NO_SCALE = 255  # the one exponent of mxfp4 that stands for NaN
 
 
@@ -176,15 +183,31 @@ class Checkpoint:
             if (scales == NO_SCALE).any():
                 name = part.tensors[1][0]
                 raise CheckpointError(
-                    f"{self._file_of[name].path}: tensor {name} has a scale of {NO_SCALE}, which is no number"
+                    f"{self._file_of[name].path}: tensor {name} has a scale of {NO_SCALE}, which is no number; {COPY_AGAIN}"
                 )
             return MXFP4(blocks, scales)
         tensor = self._raw(part.name, part.expert)
         if self.extent(part.name).dtype == quantised.FP8_DTYPE:
             # Before rows are taken or turned: scales belong to blocks of the matrix as it is stored.
             scales = self._raw(quantised.scale_name(part.name), part.expert)
+            self._refuse_spoilt(part, quantised.scale_name(part.name), scales)
             tensor = quantised.fp8_to_bfloat16(tensor, scales, self._quantisation.block)
+        self._refuse_spoilt(part, part.name, tensor)
         return _taken(tensor.t() if part.transposed else tensor, part.take)
+
+    def _refuse_spoilt(self, part: Part, name: str, tensor: Tensor) -> None:
+        """CheckpointError for numbers that are not finite. One pass at the memory's speed, where packing takes several."""
+        low, high = map(float, torch.aminmax(tensor))  # both are NaN if one number is
+        if math.isfinite(low) and math.isfinite(high):
+            return
+        if part.role in MAY_BE_INFINITE and not math.isnan(low):
+            return
+        wrong = (~tensor.isfinite()).nonzero()
+        first, of_expert = wrong[0].tolist(), "" if part.expert is None else f" of expert {part.expert}"
+        raise CheckpointError(
+            f"{self._file_of[name].path}: tensor {name}{of_expert} has {len(wrong)} of {tensor.numel()} numbers that are not "
+            f"finite, the first {float(tensor[tuple(first)])} at {first}; {COPY_AGAIN}, or take another model"
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -32,7 +32,7 @@ from kernels.layer_runs import RunLayer, SliceGate
 from kernels.ops import Counting, ExpertBank
 from kernels.reference.gate_topk import count
 from kernels.segments import AttentionParts, AttentionSegment, bind_attention_segment
-from kernels.transfers import on_host
+from kernels.transfers import on_device, on_host
 
 INT32_BUFFERS = ("counting", "zeros", "expert_ids")
 
@@ -243,7 +243,7 @@ class Decoder:
     def not_finite(self, layer: int, expert_ids: Tensor, port: ExpertPort) -> Missing | None:
         """The slots of a run's last layer, expert_ids [T, K], whose expert gave NaN or Inf; see `_not_finite`."""
         rows = self._rows(len(expert_ids))
-        return _not_finite(layer, rows.expert_out, rows.slots, expert_ids, port)
+        return _not_finite(layer, rows.x, rows.expert_out, rows.slots, expert_ids, port)
 
     def gate_logits(self, num_rows: int) -> Tensor:
         """[num_rows, E] float32: the scores behind what the last `attention_segment` chose, for whoever observes."""
@@ -343,7 +343,7 @@ class Decoder:
             if is_finite:
                 return None
             if is_finite is not None:
-                return _not_finite(layer, expert_out, slots, expert_ids, port)
+                return _not_finite(layer, x, expert_out, slots, expert_ids, port)
             missing = port.run(*arguments) if slices is None else port.run(*arguments, None, slices)
         else:
             missing = port.run(*arguments, beside, *sliced)
@@ -355,7 +355,7 @@ class Decoder:
         if self.recorded_sum is not None:  # nobody may look while work is recorded
             torch.sum(out.view(-1), dim=0, out=self.recorded_sum)
         elif not math.isfinite(float(out.sum())):
-            return joined(missing, _not_finite(layer, expert_out, slots, expert_ids, port))
+            return joined(missing, _not_finite(layer, x, expert_out, slots, expert_ids, port))
         return missing
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -578,17 +578,23 @@ def _segment(
 
 
 def _not_finite(
-    layer: int, expert_out: Tensor, slots: Tensor, expert_ids: Tensor, port: ExpertPort
+    layer: int, x: Tensor, expert_out: Tensor, slots: Tensor, expert_ids: Tensor, port: ExpertPort
 ) -> Missing | None:
     """Slots whose expert gave NaN or Inf here, as if they had not come; None if none did.
 
-    A peer's rows are looked at where they arrive, so what is left is this node's own work.
+    A peer's rows are looked at where they arrive, so what is left is this node's own work: that of the experts, or of
+    what comes before them where the rows x [T, D] that they read were spoilt already.
     """
     used = slots.view(-1) >= 0
     wrong = on_host((used & ~expert_out.isfinite().all(dim=1)).nonzero().view(-1))
     if not len(wrong):
         return None
+    host = port.host_names[0]
+    read = x[on_device(wrong // expert_ids.shape[1])]
+    if not read.isfinite().all():
+        return Missing(
+            wrong,
+            f"attention or a norm of layer {layer} on {host}, or what comes before it, gave numbers that are not finite",
+        )
     experts = ", ".join(map(str, expert_ids.view(-1)[wrong].unique().tolist()))
-    return Missing(
-        wrong, f"layer {layer} experts {experts} on {port.host_names[0]} gave numbers that are not finite"
-    )
+    return Missing(wrong, f"layer {layer} experts {experts} on {host} gave numbers that are not finite")

@@ -194,8 +194,8 @@ class NodeDaemon:
     def run(self) -> None:
         """Serve until stopped."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        torch.set_num_threads(self._node.threads)
         backends.set_num_threads(self._node.threads)
+        torch.set_num_threads(self._node.threads)
         self._service.start()
         self._stages.start()
         log.info("listening on %s, roles %s", self.address, ", ".join(sorted(self._node.roles)))

@@ -15,7 +15,7 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple, Protocol
 
 from edge_runtime.client import Answer, Client, Prompt
-from edge_runtime.errors import ClusterError
+from edge_runtime.errors import EXIT_USER, ClusterError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN_LINES = 3
@@ -108,7 +108,9 @@ class WorkerEngine:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise ClusterError(f"{self.name} ended: {self._last_words()}")
+            words = self._last_words()
+            kind = UserError if self._process.returncode == EXIT_USER else ClusterError
+            raise kind(f"{self.name} ended: {words}")
         return json.loads(line)
 
     def run(self, work: Work) -> Rate:
@@ -137,6 +139,8 @@ class WorkerEngine:
         self._process.wait()
         self._log.seek(0)
         lines = [line for line in self._log.read().splitlines() if line.strip()]
+        if lines and lines[-1].startswith("error: "):
+            return lines[-1].removeprefix("error: ")  # a sentence of ours, which says it all
         return " / ".join(lines[-SHOWN_LINES:]) or f"exit code {self._process.returncode}, without a word"
 
 

@@ -1,5 +1,6 @@
 """Our own engine in one process and without sockets: what a node of the given topology file loads, stepped by hand."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from time import perf_counter, process_time, thread_time
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from edge_runtime.coordinator.deploy import deploy_for
-from edge_runtime.engine.engine import Engine
+from edge_runtime.engine.engine import Engine, Output
 from edge_runtime.engine.request import Request, SamplingParams
+from edge_runtime.errors import CheckpointError, ClusterError, EdgeError
 from edge_runtime.model.build import quiet
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.footprint import footprint
@@ -54,10 +56,11 @@ class OwnRunner:
     def __init__(self, order: dict[str, Any]) -> None:
         cluster = read_cluster(order["topology"])
         (node,) = cluster.nodes
-        torch.set_num_threads(node.threads)
         backends.set_num_threads(node.threads)
+        torch.set_num_threads(node.threads)
         self._clock = _Clock()
         checkpoint = Checkpoint.open(cluster.model)
+        self._folder = checkpoint.folder
         sizes = footprint(checkpoint, context_tokens=cluster.context_tokens)
         deploy = deploy_for(
             node.name, cluster, sizes, plan_placement(cluster, sizes), model_hash="", public_keys={}
@@ -89,7 +92,7 @@ class OwnRunner:
         began: Moment | None = None
         tokens = 0
         while True:
-            outputs = self._engine.step()
+            outputs = self._step()
             now = moment()
             if began is not None:
                 tokens += sum(output.token_id is not None for output in outputs)
@@ -109,8 +112,18 @@ class OwnRunner:
         began = moment()
         self._submit([prompt], 1)
         while not self._engine.is_idle:
-            self._engine.step()
+            self._step()
         return Took(began, moment(), len(prompt))
+
+    def _step(self) -> list[Output]:
+        """One step of the engine. Raises what a request ended on: no later step would bring its tokens."""
+        outputs = self._engine.step()
+        for output in outputs:
+            if output.ended is not None and output.ended.finish_reason == "error":
+                raise CheckpointError(f"{self._folder} cannot be measured: {output.ended.detail}")
+        if not outputs and self._engine.is_idle:
+            raise ClusterError(f"{self._folder} cannot be measured: its requests ended before all had begun")
+        return outputs
 
     def parts(self, order: dict[str, Any]) -> dict[str, object]:
         """How many distinct experts a layer of a decode step reads, and what the parts of a step take, uncounted."""
@@ -198,4 +211,8 @@ class _Counting:
 
 
 if __name__ == "__main__":
-    serve(OwnRunner)
+    try:
+        serve(OwnRunner)
+    except EdgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

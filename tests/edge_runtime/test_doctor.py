@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from edge_runtime.clock import SystemClock
-from edge_runtime.doctor import Finding, examine
+from edge_runtime.doctor import Finding, _nodes, examine
 from edge_runtime.errors import EXIT_CLUSTER, EXIT_USER
 from tests.support.clusters import write_topology
 from tests.support.tiny_models import write_tiny_qwen3_moe
+from topology.parse import parse_cluster
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_without_a_topology_only_the_machine_is_looked_at(
     monkeypatch.delenv("EDGE_RUNTIME_TOPOLOGY", raising=False)
     monkeypatch.chdir(tmp_path)
     found = findings(None)
-    assert list(found) == ["python", "packages", "memory", "kernels", "topology"]
+    assert list(found) == ["python", "packages", "memory", "environment", "kernels", "topology"]
     assert all(finding.is_well for finding in found.values())
     assert "not looked at" in found["topology"].detail
 
@@ -57,6 +58,51 @@ def test_a_model_that_does_not_fit_or_is_damaged_is_the_users_fault(topology: Pa
     shard.write_bytes(shard.read_bytes()[:-1])
     found = findings(topology)["model"]
     assert not found.is_well and found.exit_code == EXIT_USER and shard.name in found.detail
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("EDGE_KERNELS", "cuda"),
+        ("EDGE_THREADS", "many"),
+        ("EDGE_CPU_ISA", "sse9"),
+        ("EDGE_GRAPHS", "perhaps"),
+        ("EDGE_COMPILE", "perhaps"),
+        ("EDGE_LOG", "loud"),
+    ],
+)
+def test_a_variable_that_asks_for_what_there_is_not_is_told(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.chdir(tmp_path)
+    found = findings(None)["environment"]
+    assert not found.is_well and variable in found.detail and repr(value) in found.detail
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ('device = "cuda:7"', "device: found 'cuda:7', but torch sees"),
+        ("threads = 1000", "threads: found 1000"),
+    ],
+)
+def test_a_node_that_is_this_machine_is_held_to_what_there_is(
+    topology: Path, setting: str, said: str
+) -> None:
+    text = topology.read_text().replace("512 MiB", "4 GiB")
+    topology.write_text(f"{text}\n[default_node]\n{setting}\n")
+    found = findings(topology)["node solo"]
+    assert not found.is_well and found.exit_code == EXIT_USER and said in found.detail
+
+
+def test_a_node_elsewhere_is_not_held_to_this_machine(topology: Path) -> None:
+    text = (
+        topology.read_text().replace("127.0.0.1", "203.0.113.9").replace("512 MiB", "4 GiB")
+        + '\n[default_node]\ndevice = "cuda:7"\n'
+    )
+    cluster = parse_cluster(text.replace("[cluster]", '[cluster]\nkeys = "keys"'))
+    assert list(_nodes(cluster)) == []
 
 
 def test_a_topology_with_faults_shows_them(topology: Path) -> None:

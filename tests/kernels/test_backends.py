@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from kernels import backends
+from kernels import backends, settings
+from kernels.settings import SettingError
 
 
 def test_the_variables_choose_backend_and_instruction_set_of_a_process(native):
@@ -37,17 +38,38 @@ def test_the_compiled_kernels_serve_when_nothing_is_asked_for(native):
         (
             "EDGE_KERNELS",
             "cuda",
-            "EDGE_KERNELS is 'cuda'; it must be one of native, torch, reference, triton",
+            "EDGE_KERNELS: found 'cuda', expected one of native, torch, reference, triton, or not set",
         ),
         ("EDGE_KERNELS", "triton", "EDGE_KERNELS: found triton, whose kernels run on a GPU"),
         ("EDGE_CPU_ISA", "sse9", "EDGE_CPU_ISA: found 'sse9', expected one of"),
-        ("EDGE_THREADS", "many", "threads .EDGE_THREADS.: found 0, expected 1 or more"),
-        ("EDGE_THREADS", "0", "threads .EDGE_THREADS.: found 0, expected 1 or more"),
+        ("EDGE_THREADS", "many", "EDGE_THREADS: found 'many', expected a whole number from 1 to"),
+        ("EDGE_THREADS", "0", "EDGE_THREADS: found '0', expected a whole number from 1 to"),
+        ("EDGE_THREADS", "1000", "EDGE_THREADS: found '1000', .* on this machine, which has"),
     ],
 )
 def test_an_unknown_choice_is_refused_with_what_is_allowed(native, variable, value, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(SettingError, match=said):
         backends.choose({variable: value})
+
+
+def test_kernels_that_are_asked_for_and_cannot_be_had_are_refused(monkeypatch):
+    def load(name):
+        raise ImportError("No module named 'kernels.cpu._native'")
+
+    monkeypatch.setattr(backends, "load", load)
+    with pytest.raises(
+        SettingError, match="EDGE_KERNELS: found 'native', which cannot be had here: No module"
+    ):
+        backends.choose({"EDGE_KERNELS": "native"})
+
+
+@pytest.mark.parametrize(
+    ("value", "is_on"), [("", False), ("0", False), ("off", False), ("1", True), ("on", True)]
+)
+def test_a_switch_is_on_or_off_or_refused(value, is_on):
+    assert settings.is_on({"EDGE_COMPILE": value}, "EDGE_COMPILE") is is_on
+    with pytest.raises(SettingError, match="EDGE_COMPILE: found 'perhaps', expected on or off"):
+        settings.is_on({"EDGE_COMPILE": "perhaps"}, "EDGE_COMPILE")
 
 
 def test_the_number_of_threads_is_kept(backend):

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import testbed
 from edge_runtime.errors import ClusterError
 from testbed.bench_cli import bench
-from testbed.bench_floors import Cost
+from testbed.bench_floors import BLOCK_BYTES, Cost
 from testbed.bench_peers import (
     ENGINES,
     FORMATS,
@@ -27,7 +27,9 @@ from testbed.bench_peers import (
 )
 from testbed.bench_table import as_json, from_json, number, tables
 from testbed.peers.engines import Rate, Work, WorkerEngine, process_cpu_s
+from topology.cluster import WEIGHT_FORMATS
 from topology.parse import parse_cluster
+from topology.readers import read_weight_format
 
 DEMO = Path(testbed.__file__).parent / "models" / "edge-moe-demo"
 
@@ -211,9 +213,31 @@ def test_the_command_joins_what_it_printed_and_refuses_other_files(tmp_path):
     done = CliRunner().invoke(bench, ["--join", str(tmp_path / "a.json"), "--join", str(tmp_path / "b.json")])
     assert done.exit_code == 0 and done.output.count("###") == 1
     assert ["own", "100 (90.0-110)", "400 (400-400)", "1000 (1000-1000)"] in rows_of(done.output)
-    (tmp_path / "c.json").write_text('{"cells": []}')
-    refused = CliRunner().invoke(bench, ["--join", str(tmp_path / "c.json")])
-    assert refused.exit_code == 2 and "c.json is not what" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("", "there is no result in it"),
+        ('{"cells": []}', "the key 'peers' is missing"),
+        ("{}", "the key 'peers' is missing"),
+        ("[1]", "list indices"),
+        ('{"peers": [{"model": "m"}]}', "the key 'format' is missing"),
+        ("nonsense", "Expecting value"),
+    ],
+)
+def test_the_command_joins_nothing_that_it_did_not_print(tmp_path, content, why):
+    file = tmp_path / "c.json"
+    file.write_text(content)
+    refused = CliRunner().invoke(bench, ["--join", str(file)])
+    assert refused.exit_code == 2 and "c.json is not what" in refused.output and why in refused.output
+
+
+def test_results_of_other_types_or_without_rounds_are_none(tmp_path):
+    (found,) = json.loads(json.dumps(as_json([some_result()])))
+    for wrong in ({"threads": "two"}, {"stream_bps": []}, {"left_out": {"a": 3}}):
+        with pytest.raises(ValueError):
+            from_json([found | wrong])
 
 
 @pytest.mark.parametrize(("value", "shown"), [(1234.5, "1234"), (99.94, "99.9"), (3.14159, "3.14")])
@@ -229,14 +253,34 @@ def test_numbers_have_three_digits_that_count(value, shown):
         (["--peers", "--engine", "own,sglang"], "'sglang' is none of own, daemons"),
         (["--peers", "--format", "int3"], "'int3' is none of bf16, bf16x2, int8, int4"),
         (["--rounds", "0"], "0 is not in the range"),
-        (["--peers", "--topology", str(DEMO / "config.json")], "give --model instead of --topology"),
+        (["--peers", "--topology", str(DEMO / "config.json")], "--topology: not with --peers"),
+        (["--engine", "own"], "--engine: for --peers or --step"),
+        (["--step", "--rounds", "3"], "--rounds: not with --step"),
+        (["--join", str(DEMO / "config.json"), "--streams", "1"], "--streams: not with --join"),
+        (["--step", "--peers"], "--step and --peers do different things"),
+        (["--peers", "--prefill-tokens", "512"], "--prefill-tokens: found 512, expected at most 511"),
+        (["--peers", "--max-tokens", "999"], "--max-tokens: found 999, expected at most"),
+        (["--step", "--max-tokens", "999"], "--max-tokens: found 999, expected at most"),
     ],
-    ids=["word", "zero", "engine", "format", "rounds", "topology"],
+    ids=lambda value: " ".join(map(str, value[:2])) if isinstance(value, list) else "",
 )
 def test_wrong_options_are_refused_before_anything_starts(arguments, said):
     done = CliRunner().invoke(bench, arguments)
     assert done.exit_code == 2
     assert said in done.output
+
+
+def test_threads_that_this_machine_cannot_be_asked_for_are_refused():
+    for what in ("--peers", "--step"):
+        done = CliRunner().invoke(bench, [what, "--threads", "1000"])
+        assert "--threads: found 1000, expected a whole number from 1 to" in str(done.exception)
+
+
+def test_formats_are_called_as_in_a_topology_file():
+    formats = next(option.type for option in bench.params if option.name == "formats")
+    assert formats.convert("bf16,bfloat16,float32,mxfp4", None, None) == ("bf16", "bf16", "fp32", "mxfp4")
+    assert {read_weight_format(name) for name in FORMATS} == {*WEIGHT_FORMATS} - {"as_stored"}
+    assert set(BLOCK_BYTES) == set(FORMATS)
 
 
 def test_the_command_offers_exactly_the_engines_and_formats_that_there_are():

@@ -1,13 +1,17 @@
 """A step taken apart: the parts add up, and the command shows those of a small model with every kind of part."""
 
 import json
+import shutil
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
+from edge_runtime.errors import CheckpointError
 from kernels import backends
 from testbed.bench_cli import bench
-from testbed.peers.own_worker import StepSeconds
+from testbed.bench_peers import Sitting, free_ports, one_node
+from testbed.peers.own_worker import OwnRunner, StepSeconds
 from testbed.step_parts import parts_of, table
 
 
@@ -37,3 +41,20 @@ def test_the_command_takes_a_step_of_the_demo_model_apart():
     for parts in found["steps"]:
         assert min(parts[kind] for kind in ("dense", "attention", "experts", "python", "head")) > 0
         assert parts["waiting"] == 0 and parts["layers"] == 6
+
+
+def test_a_model_whose_requests_fail_ends_the_measurement_with_their_error(demo_model, tmp_path):
+    folder = tmp_path / "huge"
+    shutil.copytree(demo_model, folder, ignore=shutil.ignore_patterns("calibration"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors = load_file(folder / index["model.norm.weight"])
+    tensors["model.norm.weight"][:] = 3e38  # finite, and the logits are not
+    save_file(tensors, folder / index["model.norm.weight"])
+    before = backends.active().num_threads()
+    topology = tmp_path / "one.toml"
+    topology.write_text(one_node(Sitting(folder, batches=(1,), steps=2), "bf16", 1, 128, free_ports(2)))
+    runner = OwnRunner({"topology": str(topology)})
+    backends.set_num_threads(before)
+    for work in (lambda: runner.decode([[5, 6, 7]], 2), lambda: runner.prefill([5, 6, 7])):
+        with pytest.raises(CheckpointError, match="huge cannot be measured: .*logits are not finite"):
+            work()

@@ -60,19 +60,27 @@ def test_whatever_a_home_holds_it_finds_its_speed(checkpoint, experts, first, la
 
 
 @pytest.fixture(scope="module")
-def broken(demo_model, tmp_path_factory) -> Checkpoint:
-    """One number of expert 7 of layer 3 is NaN."""
-    folder = tmp_path_factory.mktemp("broken") / "model"
-    shutil.copytree(demo_model, folder, ignore=shutil.ignore_patterns("calibration"))
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    name = next(name for name in index if "layers.3.mlp.experts.7.down_proj" in name)
-    tensors = load_file(folder / index[name])
-    tensors[name][0, 0] = float("nan")
-    save_file(tensors, folder / index[name])
-    return Checkpoint.open(folder)
+def spoilt(demo_model, tmp_path_factory):
+    """Make a model in which all numbers of a tensor are huge: finite as they are stored, and no longer once multiplied."""
+    made = {}
+
+    def spoil(what: str, value: float = 3e38) -> Checkpoint:
+        if (what, value) not in made:
+            folder = tmp_path_factory.mktemp("spoilt") / "model"
+            shutil.copytree(demo_model, folder, ignore=shutil.ignore_patterns("calibration"))
+            index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+            name = next(name for name in index if what in name)
+            tensors = load_file(folder / index[name])
+            tensors[name][:] = value
+            save_file(tensors, folder / index[name])
+            made[what, value] = Checkpoint.open(folder)
+        return made[what, value]
+
+    return spoil
 
 
-def test_weights_that_give_nan_are_named_by_layer_and_expert(broken) -> None:
+def test_weights_that_give_nan_are_named_by_layer_and_expert(spoilt) -> None:
+    broken = spoilt("layers.3.mlp.experts.7.down_proj")
     with pytest.raises(CheckpointError, match="layer 3 experts 7 on .* not finite; look for NaN"):
         tried(broken, range(32))
     spec = broken.spec
@@ -81,11 +89,25 @@ def test_weights_that_give_nan_are_named_by_layer_and_expert(broken) -> None:
         try_experts(footprint(broken, context_tokens=64), store, weight_format="as_stored", clock=CLOCK)
 
 
-def test_nan_that_codes_would_hide_is_refused_where_codes_are_made(broken) -> None:
+def test_what_attention_spoils_is_not_put_down_to_experts(spoilt) -> None:
     with pytest.raises(
-        CheckpointError, match="layer 3 expert 7 has weights that are not finite, which mxfp4"
+        CheckpointError, match="attention or a norm of layer 2 on .* not finite; look for NaN"
     ):
-        load_experts(broken, broken.spec, [ExpertId(3, 7)], weight_format="mxfp4")
+        tried(spoilt("layers.2.self_attn.o_proj"), range(32))
+
+
+@pytest.mark.parametrize(
+    "what", ["embed_tokens", "layers.1.self_attn.k_proj", "layers.4.mlp.gate", "layers.0.input_layernorm"]
+)
+def test_numbers_that_are_stored_as_nan_are_named_by_tensor_when_they_are_read(spoilt, what) -> None:
+    with pytest.raises(
+        CheckpointError, match=rf"safetensors: tensor model.*{what}.weight has .* the first nan at .0"
+    ):
+        tried(spoilt(what, float("nan")), range(1))
+    broken = spoilt("layers.3.mlp.experts.7.down_proj", float("inf"))
+    for format in ("as_stored", "mxfp4"):
+        with pytest.raises(CheckpointError, match="experts.7.down_proj.weight has .* the first inf at"):
+            load_experts(broken, broken.spec, [ExpertId(3, 7)], weight_format=format)
 
 
 def test_a_home_without_experts_of_its_own_has_no_speed_of_experts(checkpoint) -> None:
