@@ -32,6 +32,7 @@ from testbed import links
 from topology.cluster import Cluster
 from topology.files import read_cluster
 
+ALL = "all"
 KINDS = ("kill", "restart", "freeze", "cut", "slow")
 READY_S = 180.0
 REQUEST_S = 180.0  # a request that brings nothing for so long hangs
@@ -116,10 +117,10 @@ class Report:
     """Answers that went on at another home."""
     calm_pause_s: float
     """Longest wait for a token in the undisturbed run."""
-    pauses_s: tuple[float, float]
-    """Median and worst over troubles: the longest wait for a token while it lasted."""
-    recoveries_s: tuple[float, float]
-    """Median and worst over troubles: from the undoing until all nodes served."""
+    pauses_s: dict[str, tuple[float, float]]
+    """Kind of trouble, or ALL of them -> median and worst: the longest wait for a token while it lasted."""
+    recoveries_s: dict[str, tuple[float, float]]
+    """Likewise: from the undoing until the node served again."""
     not_at_rest: str
     """What was not as at the beginning once all was over; empty if all was."""
     seconds: float
@@ -133,9 +134,9 @@ class Report:
             f"seed {self.seed}: {self.requests} requests in {self.seconds:.0f} s, {self.right} with the undisturbed text, "
             f"{self.moved} of them moved to another home",
             f"troubles: {', '.join(f'{count} {kind}' for kind, count in sorted(self.troubles.items())) or 'none'}",
-            f"longest wait for a token while a trouble lasted: median {self.pauses_s[0]:.1f} s, worst {self.pauses_s[1]:.1f} s "
-            f"(undisturbed {self.calm_pause_s:.1f} s)",
-            f"all nodes served again after: median {self.recoveries_s[0]:.1f} s, worst {self.recoveries_s[1]:.1f} s",
+            f"longest wait for a token while a trouble lasted, median and worst (undisturbed {self.calm_pause_s:.1f} s): "
+            f"{_by_kind(self.pauses_s)}",
+            f"from its end until the node served again: {_by_kind(self.recoveries_s)}",
             f"at rest: {self.not_at_rest or 'no request, all KV blocks free, memory as before'}",
         ]
         return "\n".join(lines + [f"{count} x {fault}" for fault, count in self.faults.items()])
@@ -304,7 +305,6 @@ class Chaos:
         missing = requests - len(records)
         if missing:
             counts["hung: no answer and no error"] = missing
-        recoveries = [done.recovered_s for done in troubles if done.recovered_s is not None]
         return Report(
             seed=seed,
             requests=requests,
@@ -313,8 +313,10 @@ class Chaos:
             troubles=dict(Counter(done.trouble.kind for done in troubles)),
             moved=sum(len(record.homes) > 1 for record in records if not record.fault),
             calm_pause_s=max(map(_pause, calm), default=0.0),
-            pauses_s=_middle_and_worst([done.pause_s for done in troubles]),
-            recoveries_s=_middle_and_worst(recoveries),
+            pauses_s=_over_kinds([(done.trouble.kind, done.pause_s) for done in troubles]),
+            recoveries_s=_over_kinds(
+                [(done.trouble.kind, done.recovered_s) for done in troubles if done.recovered_s is not None]
+            ),
             not_at_rest=not_at_rest,
             seconds=seconds,
         )
@@ -428,5 +430,16 @@ def _longest_pause(records: Sequence[Record], done: Done) -> float:
     return longest
 
 
-def _middle_and_worst(values: Sequence[float]) -> tuple[float, float]:
-    return (statistics.median(values), max(values)) if values else (0.0, 0.0)
+def _over_kinds(found: Sequence[tuple[str, float]]) -> dict[str, tuple[float, float]]:
+    """Kind -> median and worst, of all kinds together first."""
+    by_kind: dict[str, list[float]] = {ALL: []}
+    for kind, seconds in found:
+        by_kind[ALL].append(seconds)
+        by_kind.setdefault(kind, []).append(seconds)
+    return {kind: (statistics.median(values), max(values)) for kind, values in by_kind.items() if values}
+
+
+def _by_kind(times: dict[str, tuple[float, float]]) -> str:
+    return ", ".join(
+        f"{kind} {middle:.1f} and {worst:.1f} s" for kind, (middle, worst) in sorted(times.items())
+    )

@@ -424,7 +424,11 @@ class Epochs:
         commands: list[Command] = [states.Note(f"epoch {epoch} begins to load: {why}")]
         commands += self.apply(states.Expected(plan.cluster.node_names), now)
         nodes = self.state.nodes
-        return commands + [SendDeploy(name, epoch) for name in sorted(members) if nodes[name].phase in HERE]
+        commands += [SendDeploy(name, epoch) for name in sorted(members) if nodes[name].phase in HERE]
+        for name in sorted(members):  # a node that went away in an earlier round is not to be waited for
+            if nodes[name].phase not in HERE and not nodes[name].is_coming:
+                return commands + self._advance(redeploy.Gone(name), now)
+        return commands
 
     def _advance(self, event: redeploy.Event, now: float) -> list[Command]:
         if self.change is None:
@@ -593,16 +597,19 @@ class Epochs:
     def _will_be_hosted(self, now: float) -> bool:
         """Whether experts without a living host will have one: on a node that is loading, or in another placement.
 
-        So it is said until it was found that there is no room, and while a node is only just gone, which may be back in a
-        moment: who waits would else give up what may still come.
+        So it is said until it was found that there is no room, also while a change is under way that does not help: mending
+        begins when it is over. And while a node is only just gone, which may be back in a moment: who waits would else
+        give up what may still come.
         """
         present = set(self._present())
         if not experts_without_host(self.placement, set(self.state.alive)):
             return False
         if not experts_without_host(self.placement, present):
             return True
-        if self.change is not None:
-            return not experts_without_host(self.plans[self.change.epoch].placement, present)
+        if self.change is not None and not experts_without_host(
+            self.plans[self.change.epoch].placement, present
+        ):
+            return True
         hoped_s = RETURN_LOSSES * self.cluster.lost_after_s
         hoped_for = any(
             record.phase in ("lost", "left") and record.is_awaited and now - record.last_heard_s < hoped_s

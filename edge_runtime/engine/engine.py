@@ -421,5 +421,6 @@ class EngineThread(threading.Thread):
             if order is None:
                 return False
             outputs = order(self.engine)
+            del order  # or a thread that sleeps keeps what the last order knew: a whole share that was closed
             if outputs:
                 self._outputs_ready(outputs)

@@ -38,7 +38,7 @@ from edge_runtime.node.requests import (
     make_request,
     prefilled_tensors,
 )
-from edge_runtime.node.resident import give_back, resident_bytes
+from edge_runtime.node.resident import give_back, resident_bytes, trim_heap
 from edge_runtime.node.share import (
     Fetch,
     LoadedShare,
@@ -151,6 +151,7 @@ class NodeDaemon:
         self._coordinator = Channel(cluster.coordinator, name="coordinator", keys=keys)
         self._shares: dict[int, LoadedShare] = {}  # by epoch; two while the cluster changes its placement
         self._active = 0  # the epoch whose share the engine steps by
+        self._trims = False  # a share was closed: its room in the heap is to go back to the system
         self._next_deploy: Deploy | None = None
         self._loader: ShareLoader | None = None
         self._engine: EngineThread | None = None
@@ -255,6 +256,9 @@ class NodeDaemon:
                 "block_bytes_fetched": float(self._receivers.num_bytes),
             }
             self._measure_links(now)
+            if self._trims:  # nobody holds it by now
+                trim_heap()
+                self._trims = False
             report = node_report(
                 self._share, self._service, self._loader, self._engine, self._gauge, self._clock, moved
             )
@@ -581,11 +585,18 @@ class NodeDaemon:
     def _close(self, share: LoadedShare) -> None:
         """On the thread that works with it, which may be at a step by it and has to change over first."""
         if share.place is not None:
-            self._stages.call(share.close)
+            self._stages.call(lambda: self._closed(share))
         elif self._engine is not None:
-            self._engine.call(lambda engine: share.close())
+            self._engine.call(lambda engine: self._closed(share))
         else:
-            share.close()
+            self._closed(share)
+
+    def _closed(self, share: LoadedShare) -> None:
+        share.close()
+        self._post(self._trim_soon)
+
+    def _trim_soon(self) -> None:
+        self._trims = True
 
     def _release_all_but(self, kept: int) -> None:
         for epoch in [epoch for epoch in self._shares if epoch != kept]:

@@ -541,6 +541,7 @@ class PlacedExperts:
                 part = _slices_of(slices, slots, as_lines=True)
                 unfilled = self._run_once(layer, rows, wanted, hedged, deadline, slices=part)
                 link.lose(f"{link.name} did not answer within {self._patience_s([host]):.2f} s")
+                self._lost_s = self._clock.now()  # should the others be lost too, it is worth waiting for
                 self._look_at_s = 0.0
                 self._choose()
                 if unfilled is None:

@@ -27,11 +27,17 @@ def give_back() -> None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return
+    trim_heap()
+    libc = ctypes.CDLL(None, use_errno=True)
+    for start, end in _code_of(maps.read_text(), _LIBRARIES):
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+
+
+def trim_heap() -> None:
+    """Return free heap to the system; allocators keep what was freed between things that are still there."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-    for start, end in _code_of(maps.read_text(), _LIBRARIES):
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
 def resident_bytes() -> int:

@@ -5,6 +5,7 @@ Knows the model folder and the numbers of the message; talks to nobody.
 
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -497,8 +498,15 @@ def signatures_for(
 
 
 def _books_of(runner: Runner) -> QualityBooks:
+    its_runner = weakref.ref(
+        runner
+    )  # which holds the books: in a circle, KV would outlive the share by minutes
+
     def port() -> PlacedExperts:  # of the placement that serves when it is asked
-        assert isinstance(runner.port, PlacedExperts), "a node's runner calls the experts of a placement"
+        runner = its_runner()
+        assert runner is not None and isinstance(runner.port, PlacedExperts), (
+            "a node's runner calls a placement's"
+        )
         return runner.port
 
     return QualityBooks(

@@ -105,6 +105,7 @@ class StageService(threading.Thread):
                     self._serve(*order)
                 else:
                     order()
+                del order  # or it would keep what it knew, a closed share, until the next one comes
         except BaseException as fault:
             log.exception("the stage service ended on a fault of its own")
             self.fault = fault

@@ -299,6 +299,21 @@ class World:
         assert len(epochs.outcomes) <= KEPT_OUTCOMES
         assert self.activated == sorted(self.activated), "an older placement came to count again"
         assert epochs.state.epoch == epochs.active
+        self.check_promise()
+
+    def check_promise(self) -> None:
+        """Nobody is told that experts are lost for good before it was found that those who are there have no room."""
+        epochs = self.epochs
+        told = [command for command in self.said if isinstance(command, Announce)][-1:]
+        present = frozenset(record.name for record in epochs.state.nodes.values() if record.phase in HERE)
+        if (
+            told
+            and told[0].epoch == epochs.active
+            and not told[0].replacing
+            and told[0].alive == epochs.state.alive
+        ):
+            lost = experts_without_host(epochs.placement, present)
+            assert not lost or epochs._no_way == present, epochs.change_text()
 
     def check_settled(self) -> None:
         epochs = self.epochs

@@ -7,11 +7,12 @@ import pytest
 from edge_runtime.coordinator.deploy import Plan
 from edge_runtime.coordinator.epochs import Epochs
 from edge_runtime.coordinator.journey import rounds_to
-from edge_runtime.coordinator.state import Joined
+from edge_runtime.coordinator.state import Joined, Unreachable
 from tests.edge_runtime.coordinator.test_epochs import (
     PARTS,
     World,
     cluster_of,
+    last_announcement,
     node,
     process,
     unhosted,
@@ -122,6 +123,25 @@ def test_a_node_lost_on_the_way_ends_the_journey_and_what_is_left_is_mended(tigh
     process(tight, "n2").is_over = True
     tight.pass_time(9.0)
     assert tight.epochs._journey is None or "lost" in tight.epochs._journey.why
+    tight.start("n2")
+    tight.settle(30.0)
+    tight.check_settled()
+    assert not unhosted(tight)
+
+
+def test_a_node_lost_while_the_others_switch_is_not_waited_for_by_the_next_round(tight) -> None:
+    tight.change(exchanged(TIGHT))
+    while tight.epochs.change.phase == "loading":
+        for found in tight.able():
+            if tight.epochs.change.phase == "loading" and (found.inbox or found.loads):
+                tight.take(found)
+    process(tight, "n2").is_over = True
+    tight.call("apply", Unreachable("n2"))
+    assert unhosted(tight) and last_announcement(tight).replacing, "mending begins when the change is over"
+    for found in tight.able():
+        while found.inbox or found.loads:
+            tight.take(found)
+    assert tight.epochs.change is None, "n2 is gone, and a round that needs it would wait in vain"
     tight.start("n2")
     tight.settle(30.0)
     tight.check_settled()

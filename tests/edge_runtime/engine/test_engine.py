@@ -1,6 +1,7 @@
 """A real engine on the demo model: the same tokens however the work is cut, and every end takes only its own request."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -315,6 +316,17 @@ def test_requests_of_other_threads_are_answered_as_alone(thread, listener, promp
     for name in prompts:
         assert listener.end(name).finish_reason == "length"
         assert listener.tokens(name) == expected[name]
+
+
+def test_a_thread_that_sleeps_keeps_nothing_of_its_last_order(thread):
+    class Share:
+        """Large."""
+
+    known, gone = Share(), threading.Event()
+    weakref.finalize(known, gone.set)
+    thread.call(lambda engine, known=known: None)
+    del known
+    assert gone.wait(SOON_S)
 
 
 def test_a_request_that_cannot_run_comes_back_as_its_users_fault(thread, listener):

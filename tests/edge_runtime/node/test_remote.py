@@ -295,6 +295,7 @@ class TestWhoIsLate:
             if calls:  # it was n1's turn
                 assert second.counters.calls and CLOCK.now() - began < 5.0
                 assert placed.traffic["n1"].failures == 1
+                assert placed.may_be_replaced(), "should n2 be lost as well, that is waited for"
                 assert set(placed.served_by().ravel().tolist()) == {placed.host_names.index("n2")}
 
     def test_without_a_replica_an_exact_row_waits_and_gets_its_expert(self, whole, truth, slow):

@@ -1,5 +1,8 @@
 """Shares of two placements in one node: what both have is in memory once, and equal shares are known by their digest."""
 
+import gc
+import weakref
+
 import pytest
 
 from edge_runtime.clock import SystemClock
@@ -111,3 +114,15 @@ def test_a_share_is_the_same_whether_or_not_it_counts_yet():
     assert share_digest(order) == share_digest(later)
     assert share_digest(order) != share_digest(deploy(3, [0]))
     assert share_digest(order) != share_digest(deploy(2, [1]))
+
+
+def test_a_share_that_was_closed_is_gone_at_once_with_its_kv(checkpoint):
+    share, _ = load(checkpoint, deploy(1, [0]))
+    share.close()
+    parts = [weakref.ref(part) for part in (share.engine, share.runner, share.experts, share.runner.pages)]
+    gc.disable()  # which comes by after minutes: an epoch's memory has to be there for the next one
+    try:
+        del share
+        assert [part() for part in parts] == [None] * 4
+    finally:
+        gc.enable()
