@@ -14,6 +14,7 @@ from topology.coverage import coverage_of
 from topology.explain import explain
 from topology.pin_conflicts import pin_conflicts
 from topology.placement import Placement
+from topology.rules import NEED_TRAITS
 from topology.serving import default_counts, predict_serving
 from topology.speeds import machines_of
 from topology.stages import why_left_out
@@ -169,7 +170,11 @@ def plan_body(
     """
     copies = placement.copies()
     predicted = predict_serving(
-        footprint, machines_of(cluster, cores=cores), placement, default_counts(cluster.max_requests)
+        footprint,
+        machines_of(cluster, cores=cores),
+        placement,
+        default_counts(cluster.max_requests),
+        demand=traits.demand() if traits is not None and placement.rule in NEED_TRAITS else None,
     )
     return {
         "cluster": cluster.name,
@@ -184,7 +189,12 @@ def plan_body(
         "coverage": asdict(coverage_of(placement, traits)) if traits is not None else None,
         "pin_conflicts": pin_conflicts(cluster, traits) if traits is not None else [],
         "predicted": [
-            {"requests": one.requests, "seconds": one.seconds, "tokens_per_s": one.tokens_per_s}
+            {
+                "requests": one.requests,
+                "seconds": one.seconds,
+                "tokens_per_s": one.tokens_per_s,
+                "peers_per_layer": one.peers_per_layer,
+            }
             for one in predicted
             if math.isfinite(one.seconds)
         ],
@@ -222,6 +232,9 @@ def plan_table(body: dict[str, Any]) -> str:
         for one in body["predicted"]
     ]
     told = f"between two tokens of a request, as predicted: {', '.join(predicted)}"
+    if any(one["peers_per_layer"] for one in body["predicted"]):
+        peers = ", ".join(f"{one['peers_per_layer']:.1f}" for one in body["predicted"])
+        told += f"; a step calls {peers} other nodes in a layer"
     return "\n".join(
         [
             *(head, _rule_line(body), "", table_text(table), "", *reasons),

@@ -44,10 +44,12 @@ def explain(
     num_experts = len(footprint.experts())
 
     def row(plan: NodePlan) -> NodeRow:
+        sizes = footprint.expert_bytes[find_node(cluster, plan.node).weight_format]
+        smallest = min((size for size in sizes if size), default=0)
         unique = sum(copies[expert] == 1 for expert in plan.experts)
         reasons = [
             *_trunk_reasons(plan, placement, cluster, footprint),
-            _expert_reason(plan, cluster, unique=unique, num_experts=num_experts),
+            _expert_reason(plan, cluster, unique=unique, num_experts=num_experts, smallest=smallest),
             *_pin_reasons(plan, cluster),
         ]
         if plan.node in left_out:
@@ -98,13 +100,14 @@ def _trunk_reasons(
     return reasons
 
 
-def _expert_reason(plan: NodePlan, cluster: Cluster, *, unique: int, num_experts: int) -> str:
+def _expert_reason(plan: NodePlan, cluster: Cluster, *, unique: int, num_experts: int, smallest: int) -> str:
     if EXPERTS not in find_node(cluster, plan.node).roles:
         return "does not have the role experts"
     if EXPERTS not in plan.roles:
         return "hosts no experts in this plan"
     if not plan.experts:
-        return "no room left for an expert"
+        fits = plan.free_bytes >= smallest
+        return "holds no experts: fewer nodes hold all copies" if fits else "no room left for an expert"
     others = len(plan.experts) - unique
     return f"{len(plan.experts)} of {num_experts} experts: {unique} only here, {others} also elsewhere"
 

@@ -57,6 +57,42 @@ def choose_hosts(
     return chosen
 
 
+def cover_ranks(nodes: Sequence[str], layers: Sequence[int]) -> NDArray[np.int64]:
+    """[L, N, N] whom each home (second axis) takes first among equals in each layer, less first."""
+    hashes = np.array(
+        [
+            [[int.from_bytes(_stable_hash(home, peer, layer), "big") for peer in nodes] for home in nodes]
+            for layer in layers
+        ],
+        dtype=np.uint64,
+    ).reshape(len(layers), len(nodes), len(nodes))
+    found: NDArray[np.int64] = np.argsort(np.argsort(hashes, axis=2, kind="stable"), axis=2)
+    return found
+
+
+def cover_tables(held: NDArray[np.bool_], home: int, rank: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What `choose_hosts` does, for many layers at once: [L, E] the node that a home calls for each expert, itself included.
+
+    held  [L, N, E] who holds what; every expert somewhere
+    rank  [L, N] from `cover_ranks`, of this home
+    """
+    num_layers, num_nodes = held.shape[:2]
+    owner = np.where(held[:, home], home, NOBODY)
+    still_open = ~held[:, home]
+    lines = np.arange(num_layers)
+    for _ in range(num_nodes):
+        if not still_open.any():
+            break
+        counts = (held & still_open[:, None, :]).sum(axis=2)
+        counts[:, home] = 0
+        peer = (counts * num_nodes - rank).argmax(axis=1)
+        taken = held[lines, peer] & still_open
+        taken &= (peer != home)[:, None]
+        owner = np.where(taken, peer[:, None], owner)
+        still_open &= ~taken
+    return owner
+
+
 def _cover(held_by: Mapping[str, set[int]], home: str, layer: int) -> list[tuple[str, set[int]]]:
     """Share out the experts to few peers: the peer that holds the most open ones is taken first."""
     rank = {peer: _stable_hash(home, peer, layer) for peer in held_by}

@@ -4,23 +4,30 @@ Knows the topology file and the model's bytes; nothing of who is alive. Which gr
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from topology import costs
 from topology.cluster import DECODE, EXPERTS, PREFILL, Cluster, Node
 from topology.costs import ModelFootprint
 from topology.errors import PlacementError, TopologyError
+from topology.gather import ROWS, Bools
+from topology.host_choice import cover_ranks, cover_tables
 from topology.ids import ExpertId
 from topology.keep import keep_previous
 from topology.node_plan import GroupPlan, NodePlan, Placement, Stage
-from topology.rules import NEED_TRAITS, Rule
+from topology.rules import NEED_TRAITS, Rule, as_table, chances_at
 from topology.shelf import Shelf
-from topology.speeds import NodeSpeed, declared_speed
+from topology.speeds import NodeSpeed, declared_speed, machines_of
 from topology.spread import spread_first_copies
-from topology.traits import ExpertTraits, Traffic
+from topology.step_time import expert_seconds, shares_of
+from topology.traits import ExpertTraits, Floats, Traffic
 from topology.units import format_bytes_rounded
 
+CALL_WORK_S, SERVE_WORK_S = 125e-6, 125e-6
+"""Processor seconds of a call at the home and at the peer, where they were not measured: 0.27 ms together for the demo model."""
 KEEP_KV = 1.5  # an earlier KV pool stays unless there is room for so many times its blocks
 
 
@@ -78,7 +85,8 @@ def lay_out(
        a little.
     3. Pinned experts first, then first copies in proportion to room and speed, so that each host gets some of each
        layer.
-    4. Replicas follow, up to floor(memory_ratio x experts) copies in all, as `rules.py` and `replicas.py` say.
+    4. Replicas follow, up to floor(memory_ratio x experts) copies in all, as `rules.py` and `replicas.py` say. Rules by
+       demand then gather what homes lack on few nodes, as `gather.py` says, where steps get no longer by it.
 
     With experts of different sizes the packing is greedy, largest first, and may refuse what a search could fit.
     """
@@ -91,7 +99,11 @@ def lay_out(
 
     if demand is None and traits is not None and cluster.placement in NEED_TRAITS:
         demand = traits.demand()
-    rule = Rule(cluster.placement, demand, traits, traffic or Traffic())
+    traffic = traffic or Traffic()
+    judge = (
+        _slower_layers(cluster, footprint, shelves, traits, traffic, speeds) if traits is not None else None
+    )
+    rule = Rule(cluster.placement, demand, traits, traffic, footprint.top_k, judge)
     rule.settle(shelves, experts, max_copies=max_copies)
     if previous is not None and previous.rule == rule.name:
         kept = desk.shelves_of(plans)
@@ -372,6 +384,59 @@ class _Desk:
                     needed_bytes=needed,
                     available_bytes=shelf.room_bytes,
                 )
+
+
+def _slower_layers(
+    cluster: Cluster,
+    footprint: ModelFootprint,
+    shelves: Sequence[Shelf],
+    traits: ExpertTraits,
+    traffic: Traffic,
+    speeds: Mapping[str, NodeSpeed] | None,
+) -> Callable[[Bools], Bools]:
+    """Which layers [L] of an arrangement [L, N, E] would cost more than what stands on the shelves does.
+
+    Few calls are long calls, where rows take long to send or experts to read. What counts is the home's step, and what its
+    calls take of the processors of others, who have steps of their own.
+    """
+    machines = machines_of(cluster, speeds)
+    names = [shelf.node for shelf in shelves]
+    rank = cover_ranks(names, traits.layers)
+    chances = [chances_at(traits, traffic, name, footprint.top_k) for name in names]
+
+    def seconds(held: Bools) -> Floats:
+        found = np.zeros(len(traits.layers))
+        for home, shelf in enumerate(shelves):
+            rows = [row for row, layer in enumerate(traits.layers) if layer in shelf.home_layers]
+            if not rows or not traffic.share_of(shelf.node):
+                continue
+            others = [name for name in names if name != shelf.node]
+            columns = np.array([0 if name == shelf.node else 1 + others.index(name) for name in names])
+            taken = expert_seconds(
+                footprint,
+                machines,
+                home=shelf.node,
+                layers=[traits.layers[row] for row in rows],
+                shares=shares_of(
+                    tuple(others),
+                    columns[cover_tables(held[rows], home, rank[rows, home])],
+                    chances[home][rows],
+                ),
+                batch=ROWS,
+            )
+            own = machines.speed(shelf.node)
+            at_home = 0.0 if own.call_work_s else max(0.0, CALL_WORK_S - own.send_overhead_s)
+            work = [at_home + (machines.speed(name).serve_work_s or SERVE_WORK_S) for name in others]
+            found[rows] += traffic.share_of(shelf.node) * (taken.local + taken.wait + taken.chance @ work)
+        return found
+
+    before: list[Floats] = []
+
+    def is_slower(held: Bools) -> Bools:
+        before[:] = before or [seconds(as_table(shelves, traits))]
+        return seconds(held) > before[0] * (1 + 1e-9)
+
+    return is_slower
 
 
 def _with_experts(plan: NodePlan, shelf: Shelf | None) -> NodePlan:

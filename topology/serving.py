@@ -23,6 +23,8 @@ class ServingPrediction:
     tokens_per_s: float
     groups: tuple[tuple[GroupPlan, int, float], ...]
     """Group, how many of the requests it has, seconds between two of their tokens."""
+    peers_per_layer: float = 0.0
+    """Nodes that a step calls for experts in a layer that has any, on average."""
 
 
 def predict_serving(
@@ -42,7 +44,8 @@ def predict_serving(
     def predict(group: GroupPlan, batch: int) -> GroupPrediction:
         return clock.predict(group, batch, context_tokens)
 
-    return tuple(_at(predict, machines, placement.groups, requests) for requests in counts)
+    num_layers = len(footprint.moe_layers)
+    return tuple(_at(predict, machines, placement.groups, requests, num_layers) for requests in counts)
 
 
 def default_counts(most: int) -> tuple[int, ...]:
@@ -51,15 +54,23 @@ def default_counts(most: int) -> tuple[int, ...]:
 
 
 def _at(
-    predict: Predict, machines: Machines, groups: Sequence[GroupPlan], requests: int
+    predict: Predict, machines: Machines, groups: Sequence[GroupPlan], requests: int, num_layers: int
 ) -> ServingPrediction:
     shares = [requests // len(groups) + (index < requests % len(groups)) for index in range(len(groups))]
     used = [(group, share) for group, share in zip(groups, shares, strict=True) if share]
     seconds = group_seconds(predict, used, machines)
     told = tuple((group, share, took) for (group, share), took in zip(used, seconds, strict=True))
+    called = sum(share * _calls(predict, group, share) for group, share in used)
     return ServingPrediction(
         requests=requests,
         seconds=sum(share * took for _, share, took in told) / requests,
         tokens_per_s=sum(share / took for _, share, took in told),
         groups=told,
+        peers_per_layer=called / requests / num_layers if num_layers else 0.0,
     )
+
+
+def _calls(predict: Predict, group: GroupPlan, requests: int) -> float:
+    """Calls of one step of a group that has so many requests, in as many batches as it has stages."""
+    batch = -(-requests // min(len(group.stages), requests))
+    return sum(stage.calls for stage in predict(group, batch).stages)

@@ -118,7 +118,7 @@ class ExpertShares:
     mass: Floats
     count: Floats
     chances: Floats | None = None
-    owner: NDArray[np.int32] | None = None
+    owner: NDArray[np.integer] | None = None
 
     def touched(self, batch: int, num_experts: int, top_k: int) -> Floats:
         """[M, 1+N] different experts that `batch` tokens touch, as an expectation."""
@@ -158,11 +158,11 @@ def chances_of(
     for row, layer in enumerate(layers if demand else ()):
         wanted = np.array([max(0.0, demand.get(ExpertId(layer, i), 0.0)) for i in range(E)])  # type: ignore[union-attr]
         if wanted.sum() > 0:  # a little for those that nobody asked for: a token chooses k all the same
-            chances[row] = _scaled_to(wanted / wanted.sum() + 1e-6 / E, K)
+            chances[row] = scaled_to(wanted / wanted.sum() + 1e-6 / E, K)
     return chances
 
 
-def _scaled_to(shares: Floats, total: int) -> Floats:
+def scaled_to(shares: Floats, total: int) -> Floats:
     """Shares scaled to `total` with none above 1: what the largest lose the others gain."""
     scaled = np.zeros_like(shares)
     open_ = np.ones(len(shares), dtype=bool)
@@ -205,13 +205,22 @@ def expert_shares(
     owner = chosen[layers]
     if (owner < 0).any():
         return None
-    chances = chances_of(footprint, layers, demand)
-    shape = (len(layers), 1 + len(names))
-    mass, count = np.zeros(shape), np.zeros(shape)
-    for column in range(shape[1]):
-        mass[:, column] = np.where(owner == column, chances, 0.0).sum(axis=1)
-        count[:, column] = (owner == column).sum(axis=1)
-    return ExpertShares(tuple(names), mass, count, chances if demand else None, owner if demand else None)
+    return shares_of(tuple(names), owner, chances_of(footprint, layers, demand), all_alike=not demand)
+
+
+def shares_of(
+    nodes: tuple[str, ...], owner: NDArray[np.integer], chances: Floats, *, all_alike: bool = False
+) -> ExpertShares:
+    """The shares of a home that takes each expert from a known node.
+
+    owner      [M, E] 0 for the home itself, else 1 and more for `nodes`
+    chances    [M, E] that a token chooses each expert
+    all_alike  all chances of a layer are one
+    """
+    columns = np.arange(1 + len(nodes))
+    mine = owner[:, None, :] == columns[None, :, None]
+    mass, count = np.where(mine, chances[:, None, :], 0.0).sum(axis=2), mine.sum(axis=2).astype(np.float64)
+    return ExpertShares(nodes, mass, count, None if all_alike else chances, None if all_alike else owner)
 
 
 @lru_cache(maxsize=1024)
