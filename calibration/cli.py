@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from edge_runtime.commands.shared import Finite
+
 if TYPE_CHECKING:
     from calibration.passes import Progress
 
@@ -248,7 +250,7 @@ def prism(
 @click.option("--steps", default=200, show_default=True, type=click.IntRange(1), help="Optimiser steps.")
 @click.option("--batch", default=4, show_default=True, type=click.IntRange(1), help="Windows of a step.")
 @click.option("--window", default=256, show_default=True, type=click.IntRange(8), help="Tokens of a window.")
-@click.option("--learning-rate", default=1e-3, show_default=True, type=click.FloatRange(0, min_open=True))
+@click.option("--learning-rate", default=1e-3, show_default=True, type=Finite(0, min_open=True))
 @click.option("--seed", default=1, show_default=True)
 @click.option(
     "--threads", default=None, type=click.IntRange(1), help="Default: every core this process may use."

@@ -19,11 +19,12 @@ from calibration.elastic_eval import slice_activations, split_experts
 from calibration.passes import Progress, Unfinished, run_pass
 from calibration.plain_model import PlainModel, Routed, choose_experts
 from calibration.requests import fingerprint
+from calibration.tune import split_artifact
 from calibration.windows import read_windows
 from edge_runtime.artifacts import Artifact, write_section
 from edge_runtime.clock import Clock
 from edge_runtime.elastic.proxy_gate import best_first, dropped_shares, slice_scores
-from edge_runtime.elastic.sub_experts import TIER_LOSSES, SubExperts, read_sub_experts
+from edge_runtime.elastic.sub_experts import TIER_LOSSES, SubExperts
 from edge_runtime.errors import ArtifactError
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.tokenizer import Tokenizer
@@ -119,14 +120,11 @@ def measure_tiers(
 ) -> Artifact:
     """Measure what each layer of a model whose experts are split loses at each K; goes on where it was stopped."""
     checkpoint = Checkpoint.open(model_folder)
-    artifact = Artifact.open(out, model_hash=checkpoint.model_hash)
-    parts = read_sub_experts(artifact, checkpoint.spec)
-    for section, command in (("partition", "calibrate prism"), ("sensitivity", "calibrate")):
-        if not artifact.has(section):
-            raise ArtifactError(
-                f"calibration artifact {out} has no section {section}; run `edge-runtime {command}` first"
-            )
-    assert parts is not None, "an artifact with a partition has sub-experts"
+    artifact, parts = split_artifact(out, checkpoint)
+    if not artifact.has("sensitivity"):
+        raise ArtifactError(
+            f"calibration artifact {out} has no section sensitivity; run `edge-runtime calibrate` first"
+        )
     windows = read_windows(
         corpus_folder,
         "calibration",

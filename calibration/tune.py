@@ -17,10 +17,10 @@ from calibration.passes import Progress, Unfinished, run_pass
 from calibration.plain_model import PlainModel
 from calibration.requests import fingerprint
 from calibration.windows import read_windows
-from edge_runtime.artifacts import Artifact, write_section
+from edge_runtime.artifacts import INDEX_FILE, Artifact, write_section
 from edge_runtime.clock import Clock
 from edge_runtime.elastic.linear_gate import SECTION, read_linear_gate
-from edge_runtime.elastic.sub_experts import read_sub_experts
+from edge_runtime.elastic.sub_experts import SubExperts, read_sub_experts
 from edge_runtime.errors import ArtifactError
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.spec import ModelSpec
@@ -35,6 +35,21 @@ class TuneOptions(NamedTuple):
     num_windows: int = 4000
 
 
+def split_artifact(folder: Path, checkpoint: Checkpoint) -> tuple[Artifact, SubExperts]:
+    """A model's artifact and how it splits the experts. ArtifactError with the next step where it is not there or does not."""
+    if not (folder / INDEX_FILE).exists():
+        raise ArtifactError(
+            f"calibration artifact {folder} does not exist; run `edge-runtime calibrate prism`, which splits the experts, first"
+        )
+    artifact = Artifact.open(folder, model_hash=checkpoint.model_hash)
+    parts = read_sub_experts(artifact, checkpoint.spec)
+    if parts is None:
+        raise ArtifactError(
+            f"calibration artifact {folder} has no section partition; run `edge-runtime calibrate prism` first"
+        )
+    return artifact, parts
+
+
 def tune_gate(
     model_folder: Path,
     corpus_folder: Path,
@@ -47,12 +62,7 @@ def tune_gate(
 ) -> Artifact:
     """Train the rows of the linear gate of a model whose experts are split; goes on where an earlier run was stopped."""
     checkpoint = Checkpoint.open(model_folder)
-    artifact = Artifact.open(out, model_hash=checkpoint.model_hash)
-    parts = read_sub_experts(artifact, checkpoint.spec)
-    if parts is None:
-        raise ArtifactError(
-            f"calibration artifact {out} has no section partition; run `edge-runtime calibrate prism` first"
-        )
+    artifact, parts = split_artifact(out, checkpoint)
     windows = read_windows(
         corpus_folder,
         "calibration",

@@ -6,6 +6,7 @@ nowhere below.
 
 import errno
 import os
+import re
 import signal
 import sys
 from importlib.metadata import entry_points
@@ -66,6 +67,18 @@ for command in (
     cli.add_command(command)
 
 
+TYPE_WORDS = {"integer": "whole number", "float": "number", "boolean": "true or false"}
+
+
+def _plain(message: str) -> str:
+    """click's words for what no number is, without the names of types."""
+    return re.sub(
+        r"(?:a )?valid (integer|float|boolean)(?: range)?\b",
+        lambda found: f"{'' if found[1] == 'boolean' else 'a '}{TYPE_WORDS[found[1]]}",
+        message,
+    )
+
+
 def main() -> NoReturn:
     """Run a command; what we foresee is one sentence and an exit code, anything else is ours and shows itself."""
     try:
@@ -78,7 +91,7 @@ def main() -> NoReturn:
         code = EXIT_USER
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else "edge-runtime"
-        say(f"error: {error.format_message().rstrip('.')}; see {path} --help")
+        say(f"error: {_plain(error.format_message()).rstrip('.')}; see {path} --help")
         code = EXIT_USER
     except click.ClickException as error:
         say(f"error: {error.format_message()}")

@@ -99,8 +99,12 @@ class Answer:
         """Why it failed, None if it did not."""
         if self.failed is None:
             return None
-        kind = RequestError if self.failed.kind == "user" else ClusterError
-        return kind(self.failed.detail)
+        if self.failed.kind != "user":
+            return ClusterError(self.failed.detail)
+        option = self.failed.option
+        if option == "prompt" and self.prompt.messages is not None:
+            option = "messages"
+        return RequestError(self.failed.detail, option or None)
 
     def as_json(self) -> dict[str, Any]:
         """The object that `submit --json` prints."""

@@ -1,15 +1,17 @@
 """`batch`: a file of prompts through a cluster, tier by tier, into a file of answers; goes on where it was stopped.
 
 Every answer is written to a journal beside the output the moment its batch ends. When all are there, the output is
-written in the order of the prompts and the journal goes.
+written in the order of the prompts and the journal goes; it stays while prompts are left that the cluster failed to
+answer, and the next run asks those again.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -38,11 +40,20 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
-class Journal:
-    """Answers so far, one JSON line each with the prompt's `index`, behind a line that tells of which prompts they are."""
+class Unanswered(NamedTuple):
+    """Prompts that failed: all of them, and those of which the cluster was at fault, which may work another time."""
 
-    def __init__(self, out: Path, prompts: Sequence[Prompt]) -> None:
-        """RequestError where no answers could be written."""
+    total: int
+    of_cluster: int
+
+
+class Journal:
+    """Answers so far, one JSON line each with the prompt's `index`, behind a line that tells of which prompts they are
+    answers, and who gave them.
+    """
+
+    def __init__(self, out: Path, prompts: Sequence[Prompt], served_by: Mapping[str, str]) -> None:
+        """served_by: what answers depend on besides the prompts, by name. RequestError where no answers could be written."""
         if out.is_dir() or not out.name:
             raise RequestError(f"--out {out} is a folder; name a file for the answers")
         if not out.parent.is_dir():
@@ -56,7 +67,11 @@ class Journal:
         for prompt in prompts:
             digest.update(msgspec.json.encode(prompt))
         self._num_prompts = len(prompts)
-        self._head = {"prompts": self._num_prompts, "digest": digest.hexdigest()}
+        self._head: dict[str, Any] = {
+            "prompts": self._num_prompts,
+            "digest": digest.hexdigest(),
+            "served_by": dict(served_by),
+        }
         self._out = out
         self.num_damaged = 0
         """Lines that hold no answer to one of the prompts; known once it is read."""
@@ -64,7 +79,8 @@ class Journal:
     def read(self) -> dict[int, dict[str, Any]]:
         """Answers by index. A last line that was cut short counts as not written, a damaged one as no answer.
 
-        RequestError for other prompts' answers, for what is no journal, and for answers that are whole already.
+        RequestError for answers to other prompts or of another model, for what is no journal, and for answers that are
+        whole already.
         """
         try:
             content = self.path.read_bytes()
@@ -89,9 +105,12 @@ class Journal:
                 f"line 1 of {self.path} does not tell of which prompts its answers are, so it is damaged; "
                 "remove it to begin anew, or give another --out"
             )
-        if found != self._head:
+        remedy = "remove it to begin anew, or give another --out"
+        if any(found[name] != self._head[name] for name in ("prompts", "digest")):
+            raise RequestError(f"{self.path} holds answers to other prompts, or with other options; {remedy}")
+        if changed := _changes(found["served_by"], self._head["served_by"]):
             raise RequestError(
-                f"{self.path} holds answers to other prompts; remove it to begin anew, or give another --out"
+                f"{self.path} holds answers of a cluster that was another one: {changed}; {remedy}"
             )
         with self.path.open("r+b") as file:
             file.truncate(whole)
@@ -122,13 +141,24 @@ class Journal:
                 f"{self.path} cannot be written ({error.strerror}); what it holds is kept, and the same command goes on from it"
             ) from error
 
-    def finish(self, answers: dict[int, dict[str, Any]]) -> None:
-        """Write the output, a line for each prompt in order, and forget the journal."""
+    def finish(self, answers: dict[int, dict[str, Any]], *, keep: bool = False) -> None:
+        """Write the output, a line for each prompt in order, and forget the journal unless it is to be gone on with."""
         scratch = self._out.with_name(f".{self._out.name}.{os.getpid()}")
         lines = (json.dumps(answers[index], ensure_ascii=False) + "\n" for index in sorted(answers))
         scratch.write_text("".join(lines), encoding="utf-8")
         scratch.replace(self._out)
-        self.path.unlink(missing_ok=True)
+        if not keep:
+            self.path.unlink(missing_ok=True)
+
+
+def _changes(before: Any, now: Mapping[str, str]) -> str:
+    """What differs, in words; empty if nothing does."""
+    was = before if isinstance(before, dict) else {}
+    return ", ".join(
+        f"{name} was {was.get(name, 'not there')}, is {now.get(name, 'not there')}"
+        for name in dict.fromkeys([*was, *now])
+        if was.get(name) != now.get(name)
+    )
 
 
 def run_offline(
@@ -139,20 +169,25 @@ def run_offline(
     clock: Clock,
     *,
     capacity: int,
+    served_by: Mapping[str, str] = MappingProxyType({}),
     full_tier: int = 0,
     rule: Rule = "paper",
     wait_ready_s: float = 60.0,
     say: Callable[[str], None] = lambda line: None,
-) -> int:
-    """Answer every prompt that has no answer yet. Returns how many failed.
+) -> Unanswered:
+    """Answer every prompt that has no answer yet, or failed before. Returns how many failed.
 
     tiers      sub-experts of each prompt, the full tier for whole experts
+    served_by  as of `Journal`
     full_tier  of the model that serves; 0 where its experts are whole, and all tiers are one
     """
-    journal = Journal(out, prompts)
-    done = journal.read()
-    if done:
-        say(f"{len(done)} of {len(prompts)} prompts were answered before")
+    journal = Journal(out, prompts, served_by)
+    before = journal.read()
+    done = {index: answer for index, answer in before.items() if "error" not in answer}
+    if before:
+        again = len(before) - len(done)
+        more = f", and {again} failed, which are asked again" if again else ""
+        say(f"{len(done)} of {len(prompts)} prompts were answered before{more}")
     if journal.num_damaged:
         say(
             f"{journal.num_damaged} lines of {journal.path} are damaged; prompts whose answers they held are answered again"
@@ -186,8 +221,10 @@ def run_offline(
             + f" in {seconds:.1f} s; "
             f"{rate:.0f} tokens/s so far"
         )
-    journal.finish(done)
-    return sum("error" in answer for answer in done.values())
+    errors = [answer["error"] for answer in done.values() if "error" in answer]
+    failed = Unanswered(len(errors), sum(error.get("kind") != "user" for error in errors))
+    journal.finish(done, keep=bool(failed.of_cluster))
+    return failed
 
 
 def measure(

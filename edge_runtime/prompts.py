@@ -2,13 +2,14 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edge_runtime.client import Prompt
 from edge_runtime.engine.request import ANY_VOCABULARY, check_options
 from edge_runtime.errors import RequestError
+from edge_runtime.model.json_file import kind_of
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
 SAMPLING_KEYS = (
@@ -49,9 +50,16 @@ def prompt_from_options(
     return Prompt(messages=messages, sampling=dict(sampling), trace=trace)
 
 
+class Numbered(NamedTuple):
+    """A prompt of a file, and the line that it stands in, from 1."""
+
+    line: int
+    prompt: Prompt
+
+
 def prompts_from_file(
     path: Path, sampling: Mapping[str, Any], *, chat: bool, system: str | None, trace: bool
-) -> list[Prompt]:
+) -> list[Numbered]:
     """Every line of a file (`-`: of standard input) of JSON objects; its own options win over those of the command line.
 
     Keys: one of prompt, messages, prompt_ids, and any sampling option. Unknown keys are left alone, since such files
@@ -73,15 +81,21 @@ def prompts_from_file(
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                prompts.append(_prompt_from_line(line, sampling, chat=chat, system=system, trace=trace))
+                found = _prompt_from_line(line, sampling, chat=chat, system=system, trace=trace)
+                prompts.append(Numbered(number, found))
             except RequestError as error:
                 faults.append(f"{path}, line {number}: {error}")
-    if faults:
-        more = [f"and {len(faults) - SHOWN_FAULTS} more lines"] if len(faults) > SHOWN_FAULTS else []
-        raise RequestError("\n".join([*faults[:SHOWN_FAULTS], *more]))
+    refuse_faults(faults)
     if not prompts:
         raise RequestError(f"prompt file {path} has no line with a prompt")
     return prompts
+
+
+def refuse_faults(faults: Sequence[str]) -> None:
+    """RequestError with what is wrong with lines of a file, if anything is."""
+    if faults:
+        more = [f"and {len(faults) - SHOWN_FAULTS} more lines"] if len(faults) > SHOWN_FAULTS else []
+        raise RequestError("\n".join([*faults[:SHOWN_FAULTS], *more]))
 
 
 def _prompt_from_line(
@@ -94,7 +108,7 @@ def _prompt_from_line(
     except ValueError as error:  # not JSON, or a number of thousands of digits
         raise RequestError(f"not JSON: {error}") from error
     if not isinstance(entry, dict):
-        raise RequestError(f"found {type(entry).__name__}, expected an object with `prompt`")
+        raise RequestError(f"found {kind_of(entry)}, expected an object with `prompt`")
     _refuse_misspelt(entry)
     given = [key for key in PROMPT_KEYS if entry.get(key) is not None]
     if len(given) != 1:

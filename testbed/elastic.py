@@ -17,7 +17,7 @@ from torch import Tensor
 
 from calibration.elastic_eval import perplexity_table
 from calibration.plain_model import PlainModel
-from calibration.tune import tuned_rows
+from calibration.tune import split_artifact, tuned_rows
 from calibration.windows import read_windows
 from edge_runtime.artifacts import Artifact
 from edge_runtime.cache.block_pool import BlockPool, blocks_for
@@ -25,13 +25,12 @@ from edge_runtime.cache.pages import KVPages
 from edge_runtime.clock import SystemClock
 from edge_runtime.elastic.batching import Profile, Prompt, after, next_batch
 from edge_runtime.elastic.gates import ProxyGates
-from edge_runtime.elastic.sub_experts import SubExperts, read_sub_experts
+from edge_runtime.elastic.sub_experts import SubExperts
 from edge_runtime.engine.engine import Engine
 from edge_runtime.engine.request import Request, SamplingParams
 from edge_runtime.engine.request_table import RequestTable
 from edge_runtime.engine.runner import Runner
 from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
-from edge_runtime.errors import ArtifactError
 from edge_runtime.model.build import add_experts, empty_store, load_trunk
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.decoder import Decoder
@@ -169,13 +168,7 @@ class Bench:
 def open_parts(model: Path, artifact_folder: Path) -> tuple[Checkpoint, Artifact, SubExperts]:
     """A model and how its experts are split. ArtifactError where they are not."""
     checkpoint = Checkpoint.open(model)
-    artifact = Artifact.open(artifact_folder, model_hash=checkpoint.model_hash)
-    parts = read_sub_experts(artifact, checkpoint.spec)
-    if parts is None:
-        raise ArtifactError(
-            f"calibration artifact {artifact_folder} has no section partition; run `edge-runtime calibrate prism`"
-        )
-    return checkpoint, artifact, parts
+    return checkpoint, *split_artifact(artifact_folder, checkpoint)
 
 
 def perplexity_rows(

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from testbed.elastic import Load
 
 
 @click.command(
@@ -61,12 +64,8 @@ def elastic(
     if trunk_format != "as_stored" and trunk_format not in FORMATS:
         known = ", ".join(("as_stored", *FORMATS))
         raise click.BadParameter(f"--trunk-format is {trunk_format!r}, expected one of {known}")
-    most = checkpoint.spec.context_tokens
-    if prompt_tokens + answer_tokens > most:
-        raise click.BadParameter(
-            f"--prompt-tokens and --answer-tokens are {prompt_tokens + answer_tokens}, expected at most {most} of this model"
-        )
     load = measure.Load(prompt_tokens, answer_tokens, rows, trunk_format)
+    _refuse_longer(load, checkpoint.spec.context_tokens)
     bench = measure.Bench(checkpoint, parts, size, load)
     if not 1 <= low <= bench.full:
         raise click.BadParameter(f"--low is {low}, expected a tier of this model, 1 to {bench.full}")
@@ -135,6 +134,7 @@ def segments(
             click.echo(needless, err=True)
     checkpoint, _, parts = measure.open_parts(model, artifact or artifact_folder(model))
     load = measure.Load(answer_tokens=answer_tokens)
+    _refuse_longer(load, checkpoint.spec.context_tokens)
     bench = measure.Bench(checkpoint, parts, max(numbers), load)
     click.echo(f"{backends.active().NAME} kernels, segments as {record.name if record else 'buffers'}")
     shown = {
@@ -142,6 +142,15 @@ def segments(
         "kept": measure.kept_rows(bench),
     }
     _show(shown, out)
+
+
+def _refuse_longer(load: "Load", most: int) -> None:
+    """Nothing would end an answer for which there is no room."""
+    if load.prompt_tokens + load.answer_tokens > most:
+        raise click.BadParameter(
+            f"prompts of {load.prompt_tokens} and answers of --answer-tokens {load.answer_tokens} are "
+            f"{load.prompt_tokens + load.answer_tokens} tokens, expected at most {most} of this model"
+        )
 
 
 def _show(shown: Mapping[str, Sequence[Mapping[str, Any]]], out: Path | None) -> None:

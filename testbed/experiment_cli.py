@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from edge_runtime.commands.shared import Finite
+
 HERE = Path(__file__).resolve().parent
 AT_ONCE = 6  # policies that share an exact run; what is kept is kept after each such part
 
@@ -62,7 +64,7 @@ AT_ONCE = 6  # policies that share an exact run; what is kept is kept after each
     "--rate",
     default=40.0,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     help="With --daemons: requests that come in a second at first; then each comes so long after an answer, on average.",
 )
 @click.option(

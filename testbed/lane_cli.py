@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from edge_runtime.commands.shared import Finite
+
 
 @click.command(
     epilog="\b\nExample:\n  edge-runtime testbed lanes --out lanes\n"
@@ -43,7 +45,11 @@ import click
     help="Requests that a home runs at once.",
 )
 @click.option(
-    "--dwell", default=2.0, show_default=True, help="Seconds of unequal load until the border moves."
+    "--dwell",
+    type=Finite(0),
+    default=2.0,
+    show_default=True,
+    help="Seconds of unequal load until the border moves.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for CSV and plot.")
 def lanes(

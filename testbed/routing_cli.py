@@ -5,6 +5,8 @@ from pathlib import Path
 
 import click
 
+from edge_runtime.commands.shared import Finite
+
 DEMO = Path(__file__).resolve().parent / "models" / "edge-moe-demo"
 
 
@@ -26,7 +28,7 @@ DEMO = Path(__file__).resolve().parent / "models" / "edge-moe-demo"
     "--load",
     "loads",
     multiple=True,
-    type=click.FloatRange(0.5, 64),
+    type=Finite(0.5, 64),
     help="Requests per home; again and again.",
 )
 @click.option("--workload", "only", multiple=True, help="Only this mix; default: all.")
@@ -119,14 +121,21 @@ def routing(
 @click.option("--homes", default=6, show_default=True, type=click.IntRange(2, 64), help="Decode nodes.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Prefill nodes.")
 @click.option("--workload", "workloads", multiple=True, help="`task`, `language`, `drift`; default: task.")
-@click.option("--rate", "rates", multiple=True, type=float, help="Requests per second; default: 20.")
+@click.option(
+    "--rate", "rates", multiple=True, type=Finite(0, min_open=True), help="Requests per second; default: 20."
+)
 @click.option("--policy", "policies", multiple=True, help="Default: all.")
-@click.option("--copies", default=0.0, help="Of each expert in the cluster; default: one in each node.")
+@click.option(
+    "--copies", type=Finite(0), default=0.0, help="Of each expert in the cluster; default: one in each node."
+)
 @click.option("--seeds", default=5, show_default=True, type=click.IntRange(1), help="Runs of each.")
 @click.option("--requests", default=120, show_default=True, type=click.IntRange(8), help="Of each run.")
 @click.option("--tokens", default=64, show_default=True, type=click.IntRange(2), help="Of each answer.")
 @click.option(
-    "--budget", default=0.0, help="Begin no run after so many seconds; called again it goes on from there."
+    "--budget",
+    type=Finite(0),
+    default=0.0,
+    help="Begin no run after so many seconds; called again it goes on from there.",
 )
 def routing_daemons(
     model: Path,

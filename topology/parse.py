@@ -136,6 +136,9 @@ def parse_cluster(
         _check_device(page, index, node, cluster)
     if routing.get("lanes") and not cluster.get("sub_experts"):
         page.fault(("routing", "lanes"), "lanes are of tiers, so they need sub_experts = true in [cluster]")
+    for key, meant in _ROUTING_KEYS.items():
+        if key.startswith("lane_") and meant.field in routing and not routing.get("lanes"):
+            page.fault(("routing", key), "counts only with lanes = true")
     if page.faults:
         raise ClusterFileError(source, page.faults)
 

@@ -9,6 +9,7 @@ import click
 
 from edge_runtime.clock import SystemClock
 from edge_runtime.commands.shared import (
+    Finite,
     connect,
     example,
     json_option,
@@ -23,8 +24,14 @@ from topology.cluster import Cluster
 from topology.files import read_cluster
 
 if TYPE_CHECKING:
+    from edge_runtime.artifacts import Artifact
     from edge_runtime.client import Answer, Client, Prompt
     from edge_runtime.elastic.tiers import Elasticity
+    from edge_runtime.model.checkpoint import Checkpoint
+    from edge_runtime.prompts import Numbered
+
+
+SHOWN_FAULTS = 20  # lines of a file that are told at a time
 
 
 @click.command(
@@ -46,12 +53,14 @@ if TYPE_CHECKING:
 @click.option("--system", default=None, help="With --chat: the system message.")
 @json_option
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Tokens of the answer at most.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the best token.")
+@click.option("--temperature", type=Finite(), default=0.0, show_default=True, help="0 takes the best token.")
 @click.option("--top-k", type=int, default=0, help="Choose among the k best tokens; 0: all.")
-@click.option("--top-p", type=float, default=1.0, help="Choose among the best tokens of this probability.")
-@click.option("--min-p", type=float, default=0.0, help="Leave out tokens below this share of the best one's.")
+@click.option("--top-p", type=Finite(), default=1.0, help="Choose among the best tokens of this probability.")
 @click.option(
-    "--repetition-penalty", type=float, default=1.0, help="Above 1: seen tokens become less likely."
+    "--min-p", type=Finite(), default=0.0, help="Leave out tokens below this share of the best one's."
+)
+@click.option(
+    "--repetition-penalty", type=Finite(), default=1.0, help="Above 1: seen tokens become less likely."
 )
 @click.option("--seed", type=int, default=None, help="Makes a random answer repeatable.")
 @click.option("--stop", multiple=True, help="A string that ends the answer; may be given again.")
@@ -63,11 +72,11 @@ if TYPE_CHECKING:
 @click.option(
     "--quality",
     callback=lambda _, __, given: _number_or_word(given),
-    default="exact",
-    show_default=True,
+    default=None,
+    show_default="exact",
     help="exact, balanced, fast, or the mean relative loss that a token may cost for being quicker, as in 0.01.",
 )
-@click.option("--k", type=float, default=None, help="Experts per token, as in 2.25: fewer are quicker.")
+@click.option("--k", type=Finite(), default=None, help="Experts per token, as in 2.25: fewer are quicker.")
 @click.option("--sub-experts", type=int, default=None, help="The same, counted in sub-experts.")
 @click.option("--service", default=None, help="The same, by name: full, balanced or economy.")
 @click.option("--user", default="", help="Whose quality budget it spends from; without one, its own.")
@@ -75,7 +84,7 @@ if TYPE_CHECKING:
 @click.option(
     "--wait",
     "wait_s",
-    type=float,
+    type=Finite(0),
     default=60.0,
     show_default=True,
     help="Seconds to wait for a cluster that loads.",
@@ -95,30 +104,30 @@ def submit(
     """Send PROMPT (`-` reads standard input) and print the answer as it comes."""
     import msgspec
 
-    from edge_runtime.prompts import prompt_from_options, prompts_from_file
+    from edge_runtime.prompts import Numbered, prompt_from_options, prompts_from_file
 
     options = {
         "stop": list(sampling.pop("stop")),
         "stop_token_ids": list(sampling.pop("stop_token_id")),
-        **sampling,
+        **{name: value for name, value in sampling.items() if not (name == "quality" and value is None)},
     }
     if (prompt is None) == (file is None):
         raise RequestError("give either PROMPT or --file")
     if sampling.get("logprobs") is not None and not (as_json or file is not None):
         raise RequestError("--logprobs are part of the JSON; add --json")
     if file is not None:
-        prompts = prompts_from_file(file, options, chat=chat, system=system, trace=trace)
+        lines = prompts_from_file(file, options, chat=chat, system=system, trace=trace)
     else:
         text = sys.stdin.read() if prompt == "-" else str(prompt)
-        prompts = [prompt_from_options(text, options, chat=chat, system=system, trace=trace)]
-    prompts = [msgspec.structs.replace(prompt, user=user) for prompt in prompts]
+        lines = [Numbered(1, prompt_from_options(text, options, chat=chat, system=system, trace=trace))]
+    lines = [each._replace(prompt=msgspec.structs.replace(each.prompt, user=user)) for each in lines]
     cluster = running_cluster(resolve_topology_path(topology))
     with open_client(cluster) as client:
         connect(client)
         if file is not None:
-            _submit_file(client, prompts, wait_s, trace=trace)
+            _submit_file(client, lines, wait_s, trace=trace)
         else:
-            _submit_one(client, prompts[0], wait_s, as_json=as_json, trace=trace)
+            _submit_one(client, lines[0].prompt, wait_s, as_json=as_json, trace=trace)
 
 
 def _submit_one(client: "Client", prompt: "Prompt", wait_s: float, *, as_json: bool, trace: bool) -> None:
@@ -140,19 +149,21 @@ def _submit_one(client: "Client", prompt: "Prompt", wait_s: float, *, as_json: b
         _say_trace(answer.as_json())
 
 
-def _submit_file(client: "Client", prompts: "list[Prompt]", wait_s: float, *, trace: bool) -> None:
-    answers = client.run(prompts, wait_ready_s=wait_s, on_wait=say)
+def _submit_file(client: "Client", lines: "list[Numbered]", wait_s: float, *, trace: bool) -> None:
+    answers = client.run([each.prompt for each in lines], wait_ready_s=wait_s, on_wait=say)
     errors = []
-    for number, answer in enumerate(answers, 1):
+    for (line, _), answer in zip(lines, answers, strict=True):
         click.echo(json.dumps(answer.as_json(), ensure_ascii=False))
         if (error := answer.error()) is not None:
-            errors.append(error)
+            errors.append((line, error))
         elif trace:
-            say(f"prompt {number}:")
+            say(f"line {line}:")
             _say_trace(answer.as_json())
     if errors:
-        say(f"error: {len(errors)} of {len(answers)} prompts failed; the first: {errors[0]}")
-        sys.exit(max(error.exit_code for error in errors))
+        say(f"error: {len(errors)} of {len(answers)} prompts failed")
+        for line, error in errors[:SHOWN_FAULTS]:
+            say(f"  line {line}: {error}")
+        sys.exit(max(error.exit_code for _, error in errors))
 
 
 @click.command(epilog=example("edge-runtime batch prompts.jsonl --out answers.jsonl --max-tokens 64"))
@@ -176,7 +187,7 @@ def _submit_file(client: "Client", prompts: "list[Prompt]", wait_s: float, *, tr
     show_default=True,
     help="When a remainder joins the next tier: if more prompts end per second so, or if both together are quicker.",
 )
-@click.option("--wait", "wait_s", type=float, default=60.0, show_default=True, help="As of `submit`.")
+@click.option("--wait", "wait_s", type=Finite(0), default=60.0, show_default=True, help="As of `submit`.")
 def batch(
     file: Path,
     out: Path,
@@ -193,52 +204,72 @@ def batch(
     """
     from edge_runtime.elastic.tiers import tier_of
     from edge_runtime.offline import run_offline
-    from edge_runtime.prompts import prompts_from_file
+    from edge_runtime.prompts import prompts_from_file, refuse_faults
+    from edge_runtime.selector.learned import find_artifact
+    from edge_runtime.weights.locate import located, open_model
 
     options = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
-    prompts = prompts_from_file(file, options, chat=False, system=None, trace=False)
+    lines = prompts_from_file(file, options, chat=False, system=None, trace=False)
     cluster = read_cluster(resolve_topology_path(topology))
-    elasticity = _elasticity(cluster)
+    checkpoint = open_model(cluster, say)
+    artifact = find_artifact(located(cluster, checkpoint), checkpoint.model_hash)
+    elasticity = _elasticity(cluster, checkpoint, artifact)
     keys = ("k", "sub_experts", "service")
     full = elasticity.full_tier if elasticity is not None else 1
-    tiers = []
-    for number, prompt in enumerate(prompts, 1):
+    tiers, faults = [], []
+    for line, prompt in lines:
         try:
             tiers.append(tier_of(elasticity, **{key: prompt.sampling.get(key) for key in keys}) or full)
         except RequestError as error:
-            raise RequestError(f"{file}, prompt {number}: {error}") from error
+            faults.append(f"{file}, line {line}: {error}")
+    refuse_faults(faults)
     homes = sum("decode" in node.roles for node in cluster.nodes)
     with open_client(cluster) as client:
         connect(client)
         failed = run_offline(
             client,
-            prompts,
+            [each.prompt for each in lines],
             tiers,
             out,
             SystemClock(),
             capacity=size or max(1, homes) * cluster.max_requests,
+            served_by=_served_by(cluster, checkpoint, artifact),
             full_tier=full if elasticity is not None else 0,
             rule=rule,  # type: ignore[arg-type]
             wait_ready_s=wait_s,
             say=say,
         )
     click.echo(str(out))
-    if failed:
-        raise ClusterError(f"{failed} of {len(prompts)} prompts failed; their lines in {out} say why")
+    if failed.of_cluster:
+        raise ClusterError(
+            f"{failed.total} of {len(lines)} prompts failed; their lines in {out} say why, and the same command asks them again"
+        )
+    if failed.total:
+        raise RequestError(f"{failed.total} of {len(lines)} prompts failed; their lines in {out} say why")
 
 
-def _elasticity(cluster: Cluster) -> "Elasticity | None":
+def _elasticity(
+    cluster: Cluster, checkpoint: "Checkpoint", artifact: "Artifact | None"
+) -> "Elasticity | None":
     """How far the model of a cluster can be cut down; None if its experts are whole."""
     from edge_runtime.elastic.sub_experts import read_elasticity
-    from edge_runtime.model.checkpoint import Checkpoint
-    from edge_runtime.selector.learned import find_artifact
 
     if not cluster.sub_experts:
         return None
-    checkpoint = Checkpoint.open(cluster.model)
-    artifact = find_artifact(cluster, checkpoint.model_hash)
     gates = [layer.gate for layer in checkpoint.spec.layers if layer.gate is not None]
     return read_elasticity(artifact, gates[0].top_k if gates else 0)
+
+
+def _served_by(cluster: Cluster, checkpoint: "Checkpoint", artifact: "Artifact | None") -> dict[str, str]:
+    """What answers depend on besides the prompts: another value, and they are another cluster's answers."""
+    formats = sorted({f"{node.weight_format}/{node.trunk_format}" for node in cluster.nodes})
+    found = {"model": checkpoint.model_hash, "weight formats": ", ".join(formats)}
+    found["calibration"] = artifact.content_hash if artifact is not None else "none"
+    found["selector"] = f"{cluster.selector}, defer {cluster.defer}, drop {cluster.drop}"
+    found["sub_experts"] = str(cluster.sub_experts).lower()
+    if cluster.sub_experts:
+        found |= {"gate": cluster.gate, "split_tiers": str(cluster.split_tiers).lower()}
+    return found
 
 
 def _say_trace(result: dict[str, Any]) -> None:
@@ -254,7 +285,8 @@ def _say_trace(result: dict[str, Any]) -> None:
     if bill.get("K"):
         ran = float(bill.get("K_run", bill["K"]))
         more = f"; {ran:.1f} ran, since the budget covers no less" if ran > bill["K"] + 0.05 else ""
-        say(f"  {bill['K']} sub-experts per token and layer{more}")
+        noun = "sub-expert" if bill["K"] == 1 else "sub-experts"
+        say(f"  {bill['K']:g} {noun} per token and layer{more}")
     if bill.get("budget_spent"):
         say(f"  quality spent {bill['budget_spent']:.4f}, {bill['budget_left']:.4f} left")
     for entry in result.get("trace") or ():
@@ -275,9 +307,9 @@ def _shares(bill: dict[str, Any]) -> str:
     )
 
 
-def _number_or_word(text: str) -> float | str:
-    """A number where it is one; what it may be is checked with the other options."""
+def _number_or_word(text: str | None) -> float | str | None:
+    """A number where it is one; what it may be is checked with the other options. None where nothing was given."""
     try:
-        return float(text)
+        return None if text is None else float(text)
     except ValueError:
         return text

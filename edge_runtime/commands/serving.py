@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from edge_runtime.clock import wall_s
-from edge_runtime.commands.shared import example, open_client, say, topology_option
+from edge_runtime.commands.shared import Finite, example, open_client, say, topology_option
 from edge_runtime.config import resolve_topology_path
 from edge_runtime.log import setup_logging
 from topology.files import read_cluster
@@ -30,7 +30,7 @@ from topology.files import read_cluster
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=10.0,
     show_default=True,
     help="Seconds that a request waits for a cluster that loads.",

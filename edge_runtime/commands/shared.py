@@ -1,8 +1,9 @@
 """What several commands share: options, lines for the person, the way to a running cluster."""
 
 import contextlib
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -41,6 +42,22 @@ compile_option = click.option(
     help="Compile what decode steps repeat, where kernels are plain torch; others say that they need none.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
+
+
+class Finite(click.FloatRange):
+    """A number of the command line. click's own types let NaN through every range, and infinity where one end is open."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """A float, or a usage error that says what was found."""
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return float(super().convert(value, param, ctx))
 
 
 def example(*lines: str) -> str:

@@ -30,7 +30,7 @@ from edge_runtime.routing.lanes import LaneSettings
 from edge_runtime.routing.locality_band import BandRule, LocalityBand
 from edge_runtime.routing.online import SignatureWindow, follow
 from edge_runtime.routing.prefill_ring import HASHED_BYTES, PrefillRing
-from topology.cluster import DECODE, Cluster, Routing
+from topology.cluster import DECODE, Cluster
 from topology.costs import ModelFootprint
 from topology.placement import Placement
 from topology.speeds import LinkSpeed
@@ -81,7 +81,7 @@ class Routes:
         groups = placement.groups if placement is not None else ()
         homes = tuple(group.nodes[0] for group in groups) or homes_of(cluster)
         self._is_staged = any(len(group.nodes) > 1 for group in groups)
-        policy, settings = policy_of(cluster, self._fit), lane_settings(cluster.routing, self._elasticity)
+        policy, settings = policy_of(cluster, self._fit), lane_settings(cluster, self._elasticity)
         self.policy = policy
         self._cluster = cluster
         self.homes = homes
@@ -154,7 +154,7 @@ class Routes:
 
     def refuse(self, cluster: Cluster) -> None:
         """Raise ArtifactError if `follow` could not follow this file."""
-        lane_settings(cluster.routing, self._elasticity)
+        lane_settings(cluster, self._elasticity)
         if policy_of(cluster, self._fit) == ELDR:
             self.clusters_for(len(homes_of(cluster)))
 
@@ -363,15 +363,17 @@ def policy_of(cluster: Cluster, fit: SignatureFit | None) -> str:
     return wanted
 
 
-def lane_settings(routing: Routing, elasticity: Elasticity | None) -> LaneSettings | None:
+def lane_settings(cluster: Cluster, elasticity: Elasticity | None) -> LaneSettings | None:
     """The lanes that a file wants; None where it wants none, or experts are whole. ArtifactError for a window wider than them."""
+    routing = cluster.routing
     if not routing.lanes or elasticity is None:
         return None
     full = elasticity.full_tier
     if routing.lane_window >= full - full // 2:
         raise ArtifactError(
-            f"lane_window is {routing.lane_window}, which leaves neither lane a tier of its own: requests to this model use "
-            f"1 to {full} sub-experts and the border begins at {full // 2}; write at most {full - full // 2 - 1}"
+            f"{cluster.source or cluster.name}, [routing] lane_window: {routing.lane_window} leaves neither lane a tier of its "
+            f"own: requests to this model use 1 to {full} sub-experts and the border begins at {full // 2}; write at most "
+            f"{full - full // 2 - 1}"
         )
     return LaneSettings(
         elasticity.full_tier,

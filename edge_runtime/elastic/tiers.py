@@ -52,27 +52,35 @@ def tier_of(
     if not given:
         return FULL
     if len(given) > 1:
-        raise RequestError(f"a request says one of k, sub_experts and service, found {', '.join(given)}")
+        raise RequestError(
+            f"a request says one of k, sub_experts and service, found {', '.join(given)}", list(given)[1]
+        )
     if service is not None and service not in SERVICE_LEVELS:
-        raise RequestError(f"service is {service!r}; allowed is one of {', '.join(SERVICE_LEVELS)}")
+        raise RequestError(
+            f"service is {service!r:.80}; allowed is one of {', '.join(SERVICE_LEVELS)}", "service"
+        )
     if service == "full":
         return FULL
     if elasticity is None:
         raise RequestError(
             f"{next(iter(given))} needs experts that are split, and those served are whole; run `edge-runtime "
-            "calibrate prism` and set `sub_experts = true` in the topology file"
+            "calibrate prism` and set `sub_experts = true` in the topology file",
+            next(iter(given)),
         )
     N, full = elasticity.num_parts, elasticity.full_tier
     if k is not None:
         if not math.isfinite(k) or not 1 / N <= k <= elasticity.top_k:
             raise RequestError(
-                f"k is {k}; allowed is {1 / N:g} to {elasticity.top_k} experts per token, in steps of {1 / N:g}"
+                f"k is {k:g}; allowed is {1 / N:g} to {elasticity.top_k} experts per token, rounded up to whole sub-experts "
+                f"of {1 / N:g}",
+                "k",
             )
         tier = math.ceil(N * k - 1e-9)
     elif sub_experts is not None:
         if not 1 <= sub_experts <= full:
             raise RequestError(
-                f"sub_experts is {sub_experts}; allowed is 1 to {full}, which is {N} of each of {elasticity.top_k} experts"
+                f"sub_experts is {sub_experts}; allowed is 1 to {full}, which is {N} of each of {elasticity.top_k} experts",
+                "sub_experts",
             )
         tier = sub_experts
     else:

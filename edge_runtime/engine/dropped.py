@@ -94,3 +94,8 @@ def sliced_bill(bill: Mapping[str, float], tier: int, dropped: Dropped) -> dict[
         "dropped": left_out,
         "dropped_loss": dropped.loss,
     }
+
+
+def whole_bill(bill: Mapping[str, float], full_tier: int) -> dict[str, float]:
+    """The bill of a request that ran the whole model, where others may ask for less of it."""
+    return {**bill, "K": full_tier, "K_run": full_tier, "dropped_loss": 0.0}

@@ -17,7 +17,7 @@ from edge_runtime.cache.block_pool import BLOCK_SHIFT
 from edge_runtime.cache.block_store import BlockStore
 from edge_runtime.clock import Clock
 from edge_runtime.engine.bill import Account, bill_of, joined_accounts
-from edge_runtime.engine.dropped import sliced_bill
+from edge_runtime.engine.dropped import sliced_bill, whole_bill
 from edge_runtime.engine.plan import Finished, StepPlan, StepSlice
 from edge_runtime.engine.quality import QualityBooks, traced
 from edge_runtime.engine.request import FinishReason, Request
@@ -65,6 +65,7 @@ class Ended(NamedTuple):
     slots          expert slots computed for it, by node name
     trace          where its gate weight was served, by layer, if it asked for that
     account        what bill and slots were made of; None if it never was in an engine
+    option         for a fault of the user's: which of the request's options, empty if none
     """
 
     request: Request
@@ -77,6 +78,7 @@ class Ended(NamedTuple):
     cause: Literal["experts", "stage"] = "experts"
     trace: list[dict[str, Any]] | None = None
     account: Account | None = None
+    option: str = ""
 
 
 class Engine:
@@ -303,6 +305,8 @@ class Engine:
             account = joined_accounts([account, Account(np.zeros((2, 0)), [], 0.0, traced_here)])
         if request.tier:
             bill = sliced_bill(bill, request.tier, self.runner.take_dropped(request.request_id))
+        elif self.runner.gates is not None:
+            bill = whole_bill(bill, self.runner.gates.elasticity.full_tier)
         ended = Ended(
             request,
             finished.reason,
@@ -328,7 +332,8 @@ def _brings_blocks(piece: StepSlice) -> bool:
 
 
 def _refused(request: Request, error: EdgeError, now: float) -> Ended:
-    return Ended(request, "error", str(error), now, isinstance(error, UserError))
+    option = getattr(error, "field", None) or ""
+    return Ended(request, "error", str(error), now, isinstance(error, UserError), option=option)
 
 
 class EngineThread(threading.Thread):

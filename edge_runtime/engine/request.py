@@ -12,12 +12,14 @@ import msgspec
 import numpy as np
 
 from edge_runtime.cache.block_pool import BLOCK_TOKENS, blocks_for
+from edge_runtime.elastic.tiers import SERVICE_LEVELS
 from edge_runtime.errors import RequestError
 from edge_runtime.selector.budget import budget_of
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+TIER_OPTIONS = ("k", "sub_experts", "service")
 ANY_VOCABULARY = 2**31  # what the model's is, its node knows: token ids are checked there again
 LONGEST_NUMBER = 2**63 - 1  # that can be sent
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
@@ -101,6 +103,13 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         _number("k", params.k, "above 0", lambda x: x > 0)
     if params.sub_experts is not None:
         _whole("sub_experts", params.sub_experts, 1, None)
+    if params.service is not None and params.service not in SERVICE_LEVELS:
+        raise _refused("service", params.service, f"one of {', '.join(SERVICE_LEVELS)}")
+    given = [name for name in TIER_OPTIONS if getattr(params, name) is not None]
+    if len(given) > 1:
+        raise RequestError(
+            f"a request says one of {', '.join(TIER_OPTIONS)}, found {', '.join(given)}", given[1]
+        )
     if not isinstance(params.ignore_eos, bool):
         raise _refused("ignore_eos", params.ignore_eos, "true or false")
     try:
@@ -128,16 +137,31 @@ def check_options(fields: Mapping[str, object]) -> None:
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, context_tokens: int) -> None:
     """Refuse a prompt that is empty, leaves no room for one token, or has ids the model does not know."""
     if not prompt_ids:
-        raise RequestError("the prompt is empty; it must have at least 1 token")
+        raise RequestError("the prompt is empty; it must have at least 1 token", "prompt")
     if len(prompt_ids) + 1 > context_tokens:
         raise RequestError(
             f"the prompt has {len(prompt_ids)} tokens but the context holds {context_tokens}, "
-            f"of which 1 is needed for the answer; shorten the prompt to {context_tokens - 1} tokens"
+            f"of which 1 is needed for the answer; shorten the prompt to {context_tokens - 1} tokens",
+            "prompt",
         )
     lowest, highest = min(prompt_ids), max(prompt_ids)
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
-        raise RequestError(f"the prompt has token id {wrong}; allowed are 0 to {vocab_size - 1}")
+        raise RequestError(f"the prompt has token id {wrong}; allowed are 0 to {vocab_size - 1}", "prompt")
+
+
+def check_exactness(fields: Mapping[str, object], params: SamplingParams, tier: int) -> None:
+    """Refuse who asks for exact answers in so many words, and for a tier that leaves something out.
+
+    fields  the options that were given; tier: what those mean, 0 for the whole model
+    """
+    if tier and fields.get("quality") is not None and not budget_of(params.quality):
+        asked = next(name for name in TIER_OPTIONS if getattr(params, name) is not None)
+        raise RequestError(
+            f"quality is {params.quality!r}, but {asked} is {getattr(params, asked)}, which leaves part of the model out; "
+            "give one of both",
+            "quality",
+        )
 
 
 def exactness_of(params: SamplingParams, tier: int = 0) -> str:

@@ -192,13 +192,15 @@ class Scheduler:
             raise RequestError(
                 f"prompt and answer of up to {limit} tokens need {needed} KV blocks of {BLOCK_TOKENS} tokens, but "
                 f"this node has {self.pool.num_blocks} in all; shorten the prompt or max_tokens to "
-                f"{self.pool.num_blocks * BLOCK_TOKENS + 1} tokens together"
+                f"{self.pool.num_blocks * BLOCK_TOKENS + 1} tokens together",
+                "prompt",
             )
         most = settings.max_rows - settings.max_running + 1  # others that decode have a row each
         if request.encoder_blocks * BLOCK_TOKENS > most:
             raise RequestError(
                 f"the prompt has {request.encoder_tokens} tokens, which the encoder reads in one step of at most {most} "
-                f"rows, in whole blocks of {BLOCK_TOKENS}; shorten the prompt or raise max_batch_rows"
+                f"rows, in whole blocks of {BLOCK_TOKENS}; shorten the prompt or raise max_batch_rows",
+                "prompt",
             )
         if self.is_draining:
             raise Refusal("draining", "this engine takes no new requests because it is stopping")

@@ -98,7 +98,7 @@ class Gateway:
 
     def _no_model(self, name: str) -> Response:
         detail = f"model {name!r:.80} is not served here; the model is {self._model!r}"
-        return _failed(404, detail, INVALID, "model_not_found")
+        return _failed(404, detail, INVALID, "model_not_found", "model")
 
     async def _ask(self, request: Request, *, is_chat: bool) -> Response:
         try:
@@ -238,9 +238,11 @@ def _error_body(error: EdgeError) -> dict[str, Any]:
     return openai.error(str(error), kind, field=getattr(error, "field", None))
 
 
-def _failed(status: int, message: str, kind: str, code: str | None = None) -> Response:
+def _failed(
+    status: int, message: str, kind: str, code: str | None = None, field: str | None = None
+) -> Response:
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
-    return JSONResponse(openai.error(message, kind, code), status, headers=headers)
+    return JSONResponse(openai.error(message, kind, code, field), status, headers=headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

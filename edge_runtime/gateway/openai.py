@@ -12,6 +12,7 @@ from typing import Any
 from edge_runtime.client import Answer, Prompt
 from edge_runtime.engine.request import ANY_VOCABULARY, SEED_MAX, check_options
 from edge_runtime.errors import RequestError
+from edge_runtime.model.json_file import kind_of
 from edge_runtime.protocol import TokenLogprobs
 
 MAX_CHOICES = 16  # of one request, prompts times `n`
@@ -97,7 +98,7 @@ class Ask:
 def read_ask(body: object, *, is_chat: bool) -> Ask:
     """Read the body of /v1/chat/completions or /v1/completions. RequestError names the field that is wrong."""
     if not isinstance(body, dict):
-        raise RequestError(f"the body is {_kind(body)}, expected an object")
+        raise RequestError(f"the body is {kind_of(body)}, expected an object")
     _refuse_unknown(body)
     _refuse_half_characters(body)
     num_choices = _whole(body, "n", 1, 1, MAX_CHOICES)
@@ -106,7 +107,8 @@ def read_ask(body: object, *, is_chat: bool) -> Ask:
     if len(asked) * num_choices > MAX_CHOICES:
         raise RequestError(
             f"{len(asked)} prompts with n = {num_choices} are {len(asked) * num_choices} answers; "
-            f"at most {MAX_CHOICES} fit in one request"
+            f"at most {MAX_CHOICES} fit in one request",
+            "n" if num_choices > 1 else "prompt",
         )
     check_options(options)
     prompts = [
@@ -193,11 +195,11 @@ def _content(number: int, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"messages[{number}].content is {_kind(content)}, expected text", "messages")
+        raise RequestError(f"messages[{number}].content is {kind_of(content)}, expected text", "messages")
     texts = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            what = part.get("type") if isinstance(part, dict) else _kind(part)
+            what = part.get("type") if isinstance(part, dict) else kind_of(part)
             raise RequestError(
                 f"messages[{number}].content has a part of type {what!r}; only text is supported", "messages"
             )
@@ -234,7 +236,7 @@ def _includes_usage(body: Mapping[str, Any]) -> bool:
     if options is None:
         return False
     if not isinstance(options, dict):
-        raise RequestError(f"stream_options is {_kind(options)}, expected an object", "stream_options")
+        raise RequestError(f"stream_options is {kind_of(options)}, expected an object", "stream_options")
     return _bool(options, "include_usage")
 
 
@@ -261,13 +263,8 @@ def _text(body: Mapping[str, Any], name: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise RequestError(f"{name} is {_kind(value)}, expected text", name)
+        raise RequestError(f"{name} is {kind_of(value)}, expected text", name)
     return value
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 TokenText = Callable[[int], str]
@@ -326,17 +323,17 @@ class Responder:
 
     def usage_chunk(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The chunk after the last, for clients that ask for it."""
-        return {**self._head, "object": self._chunk_kind(), "choices": [], "usage": usage(answers)}
+        return {**self._head, "object": self._chunkkind_of(), "choices": [], "usage": usage(answers)}
 
     def _chunk(
         self, index: int, delta: dict[str, Any], logprobs: object = None, finish: str | None = None
     ) -> dict[str, Any]:
         said = {"delta": delta} if self._ask.is_chat else {"text": delta.get("content", "")}
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
-        chunk = {**self._head, "object": self._chunk_kind(), "choices": [choice]}
+        chunk = {**self._head, "object": self._chunkkind_of(), "choices": [choice]}
         return {**chunk, "usage": None} if self._ask.includes_usage else chunk
 
-    def _chunk_kind(self) -> str:
+    def _chunkkind_of(self) -> str:
         return "chat.completion.chunk" if self._ask.is_chat else "text_completion"
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:

@@ -58,7 +58,9 @@ class ChatTemplate:
         except (
             Exception
         ) as error:  # a template is foreign code at work on the user's values: it may raise anything
-            raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", "prompt"
+            ) from error
 
 
 def _to_json(

@@ -7,6 +7,12 @@ from typing import Any
 from edge_runtime.errors import CheckpointError
 
 
+def kind_of(value: object) -> str:
+    """What a value of JSON is, in a reader's words."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file that must be there."""
     try:
@@ -18,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, found {type(value).__name__}")
+        raise CheckpointError(f"{path} must hold a JSON object, found {kind_of(value)}")
     return value
 
 

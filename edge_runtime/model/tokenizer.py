@@ -94,13 +94,14 @@ class Tokenizer:
         if least > context_tokens:
             raise RequestError(
                 f"the prompt has {num_chars} characters, which are at least {least} tokens, but the context holds "
-                f"{context_tokens}; shorten the prompt"
+                f"{context_tokens}; shorten the prompt",
+                "prompt",
             )
 
     def encode(self, text: str) -> list[int]:
         """Ids of raw text with the special tokens the model's own post-processor adds (such as bos)."""
         if not text:
-            raise RequestError("the prompt is empty; give at least one character")
+            raise RequestError("the prompt is empty; give at least one character", "prompt")
         return self._ids(text, add_special_tokens=True)
 
     def encode_chat(
@@ -129,12 +130,14 @@ class Tokenizer:
         variables   more names for the template, such as `tools`
         """
         if self._template_source is None:
-            raise RequestError("this model has no chat template; send the prompt as raw text")
+            raise RequestError("this model has no chat template; send the prompt as raw text", "prompt")
         if not messages:
-            raise RequestError("the list of messages is empty; give at least one")
+            raise RequestError("the list of messages is empty; give at least one", "prompt")
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RequestError(f"message {index} must be an object with a role, found {message!r:.80}")
+                raise RequestError(
+                    f"message {index} must be an object with a role, found {message!r:.80}", "prompt"
+                )
         if self._template is None:
             self._template = ChatTemplate(self._template_source)
         names = {"tools": None, "documents": None} | self.special_tokens | dict(variables or {})
@@ -152,9 +155,9 @@ class Tokenizer:
         try:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:  # half of a surrogate pair
-            raise RequestError(f"the prompt is not valid Unicode text: {error}") from error
+            raise RequestError(f"the prompt is not valid Unicode text: {error}", "prompt") from error
         if not ids:
-            raise RequestError(f"the prompt {text!r:.40} has no tokens; give at least one")
+            raise RequestError(f"the prompt {text!r:.40} has no tokens; give at least one", "prompt")
         return ids
 
 

@@ -666,7 +666,16 @@ class NodeDaemon:
                 elasticity=self._share.elasticity,
             )
         except RequestError as error:
-            self._send(Failed(request_id, "user", "request", str(error), node=self._node.name))
+            self._send(
+                Failed(
+                    request_id,
+                    "user",
+                    "request",
+                    str(error),
+                    node=self._node.name,
+                    option=error.field or "",
+                )
+            )
             return
         stream = AnswerStream(self._tokenizer.stream(), request.params.stop)
         stages = self._share.later.nodes if self._share.later is not None else ()

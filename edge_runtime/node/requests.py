@@ -19,6 +19,7 @@ from edge_runtime.engine.request import (
     FinishReason,
     Request,
     SamplingParams,
+    check_exactness,
     check_params,
     check_prompt,
     encoder_prompt,
@@ -81,6 +82,7 @@ def make_request(
     params = read_params(generate.sampling)
     check_params(params, vocab_size)
     tier = tier_of(elasticity, k=params.k, sub_experts=params.sub_experts, service=params.service)
+    check_exactness(generate.sampling, params, tier)
     if params.seed is None:
         raise RequestError("a request needs a seed; the coordinator draws one where the client gives none")
     check_prompt(prompt_ids, vocab_size, context_tokens - (BLOCK_TOKENS if encoder else 0))
@@ -244,7 +246,9 @@ class HomeRequest:
         request_id = self.request.request_id
         if ended.finish_reason == "error":
             if ended.is_users_fault:
-                return [Failed(request_id, "user", "request", ended.detail, node=self.node)]
+                return [
+                    Failed(request_id, "user", "request", ended.detail, node=self.node, option=ended.option)
+                ]
             reason = "stage_lost" if ended.cause == "stage" else "experts"
             return [Failed(request_id, "cluster", reason, ended.detail, node=self.node)]
         messages: list[HomeMessage] = []

@@ -758,6 +758,7 @@ class Failed(Message, frozen=True):
     kind     whose fault: "user" (exit code 2) or "cluster" (exit code 3)
     reason   one word for programs; detail: one sentence for people
     node, experts  who was missing, and which experts as [layer, index] pairs
+    option   which option of the request is wrong, `prompt` for what is asked; empty where it is none
     """
 
     request_id: Name
@@ -766,6 +767,7 @@ class Failed(Message, frozen=True):
     detail: str
     node: Name = ""
     experts: list[tuple[Index, Index]] = []
+    option: Name = ""
 
 
 class StillRunning(_Prompt, frozen=True):

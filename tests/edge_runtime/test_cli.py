@@ -13,7 +13,7 @@ import pytest
 
 from edge_runtime import cli
 from edge_runtime.commands import shared
-from tests.support.clusters import write_topology
+from tests.support.clusters import MODEL, write_topology
 from tests.support.tiny_models import edit_config, read_tensors, write_tensors, write_tiny_qwen3_moe
 
 
@@ -309,3 +309,29 @@ def test_down_of_what_is_not_up_is_done(run: Run, tmp_path: Path) -> None:
     for _ in range(2):
         ended = run("down", "--topology", topology)
         assert ended.exit_code == 0 and "nothing" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("submit", "x", "--k", "much"), "'--k': 'much' is not a number"),
+        (("submit", "x", "--k", "nan"), "'--k': 'nan' is not a number"),
+        (("submit", "x", "--sub-experts", "2.5"), "'--sub-experts': '2.5' is not a whole number"),
+        (("submit", "x", "--temperature", "1e999"), "'--temperature': '1e999' is not a number"),
+        (("batch", "x", "--out", "y", "--size", "all"), "'--size': 'all' is not a whole number"),
+        (("calibrate", "gate", "m", "--corpus", "c", "--learning-rate", "nan"), "'nan' is not a number"),
+        (("calibrate", "gate", "m", "--corpus", "c", "--learning-rate", "0"), "not in the range x>0"),
+        (("testbed", "lanes", "--dwell", "inf"), "'inf' is not a number"),
+    ],
+)
+def test_what_is_no_number_is_told_in_words_of_no_language_for_programs(
+    run: Run, arguments: tuple[str, ...], said: str
+) -> None:
+    ended = run(*arguments)
+    assert ended.exit_code == 2 and said in ended.err and ended.err.count("\n") == 1
+
+
+def test_what_needs_split_experts_says_so_where_there_is_no_artifact(run: Run, tmp_path: Path) -> None:
+    for command in ("gate", "tiers"):
+        ended = run("calibrate", command, MODEL, "--corpus", tmp_path, "--out", tmp_path / "none")
+        assert ended.exit_code == 2 and "none does not exist; run `edge-runtime calibrate prism`" in ended.err

@@ -10,7 +10,7 @@ from edge_runtime.client import Answer, Prompt
 from edge_runtime.clock import ManualClock
 from edge_runtime.errors import RequestError
 from edge_runtime.offline import PROBE_TOKENS, Journal, measure, run_offline, some_of
-from edge_runtime.protocol import Finished
+from edge_runtime.protocol import Failed, Finished
 
 FULL = 16
 PROMPTS = [Prompt(prompt_ids=[index]) for index in range(3)]
@@ -96,14 +96,54 @@ def test_low_tiers_go_first(tmp_path):
 
 def test_answers_to_other_prompts_are_not_taken_up(tmp_path):
     attempt(tmp_path, [4, 4, 4, 4], killed_at=1)
-    with pytest.raises(RequestError, match="holds answers to other prompts; remove it"):
-        Journal(tmp_path / "out.jsonl", [Prompt(prompt="else")]).read()
+    with pytest.raises(
+        RequestError, match="holds answers to other prompts, or with other options; remove it"
+    ):
+        Journal(tmp_path / "out.jsonl", [Prompt(prompt="else")], {}).read()
+
+
+def test_answers_of_another_model_are_not_taken_up_and_what_differs_is_said(tmp_path):
+    out, served_by = tmp_path / "out", {"model": "aa", "gate": "proxy"}
+    Journal(out, PROMPTS, served_by).add({0: {"token_ids": [1]}})
+    assert sorted(Journal(out, PROMPTS, served_by).read()) == [0]
+    for other, words in (
+        ({"model": "bb", "gate": "proxy"}, "model was aa, is bb; remove it"),
+        ({"model": "aa"}, "gate was proxy, is not there"),
+        ({**served_by, "split_tiers": "true"}, "split_tiers was not there, is true"),
+    ):
+        with pytest.raises(RequestError, match=f"a cluster that was another one: {words}"):
+            Journal(out, PROMPTS, other).read()
+
+
+def test_prompts_that_failed_are_no_answers_and_are_asked_again(tmp_path):
+    class Failing(Doubling):
+        kind = "cluster"
+
+        def run(self, prompts, *, wait_ready_s):
+            answers = super().run(prompts, wait_ready_s=wait_ready_s)
+            for answer in answers:
+                if answer.prompt.prompt_ids == [1]:
+                    answer.failed = Failed("r", self.kind, "node_lost", "gone")
+            return answers
+
+    clock, out = ManualClock(), tmp_path / "out"
+    failed = run_offline(Failing(clock), PROMPTS, [FULL] * 3, out, clock, capacity=3)
+    assert failed == (1, 1) and "error" in out.read_text() and (tmp_path / "out.part").exists()
+    said, client = [], Doubling(clock)
+    assert run_offline(client, PROMPTS, [FULL] * 3, out, clock, capacity=3, say=said.append) == (0, 0)
+    assert said[0] == "2 of 3 prompts were answered before, and 1 failed, which are asked again"
+    assert client.asked == [[[1]]] and "error" not in out.read_text()
+    assert not (tmp_path / "out.part").exists()
+    client = Failing(clock)
+    client.kind = "user"
+    assert run_offline(client, PROMPTS, [FULL] * 3, tmp_path / "mine", clock, capacity=3) == (1, 0)
+    assert not (tmp_path / "mine.part").exists(), "it would fail again"
 
 
 def test_answers_that_are_whole_are_not_written_over(tmp_path):
     (tmp_path / "out.jsonl").write_text("{}\n")
     with pytest.raises(RequestError, match="exists already; remove it"):
-        Journal(tmp_path / "out.jsonl", [Prompt(prompt="again")]).read()
+        Journal(tmp_path / "out.jsonl", [Prompt(prompt="again")], {}).read()
 
 
 def test_times_are_measured_before_tiers_are_merged_by_them():
@@ -148,27 +188,27 @@ def test_a_cluster_that_answers_no_probe_still_answers_each_tier_by_itself(tmp_p
     ],
 )
 def test_damaged_lines_of_a_journal_are_no_answers_and_are_said(tmp_path, damage):
-    journal = Journal(tmp_path / "out", PROMPTS)
+    journal = Journal(tmp_path / "out", PROMPTS, {})
     journal.add({0: {"token_ids": [1]}})
     with journal.path.open("ab") as file:
         file.write(damage)
     journal.add({2: {"token_ids": [3]}})
-    again = Journal(tmp_path / "out", PROMPTS)
+    again = Journal(tmp_path / "out", PROMPTS, {})
     assert sorted(again.read()) == [0, 2] and again.num_damaged == damage.count(b"\n")
 
 
 def test_a_journal_in_which_nothing_was_written_is_none(tmp_path):
     (tmp_path / "out.part").write_bytes(b'{"prompts"')
-    journal = Journal(tmp_path / "out", PROMPTS)
+    journal = Journal(tmp_path / "out", PROMPTS, {})
     assert journal.read() == {}
     journal.add({0: {"token_ids": [1]}})
-    assert sorted(Journal(tmp_path / "out", PROMPTS).read()) == [0]
+    assert sorted(Journal(tmp_path / "out", PROMPTS, {}).read()) == [0]
 
 
 def test_where_no_answers_can_be_written_is_said_first(tmp_path):
     for out, why in ((tmp_path, "is a folder"), (tmp_path / "no" / "x", "does not exist")):
         with pytest.raises(RequestError, match=why):
-            Journal(out, PROMPTS)
+            Journal(out, PROMPTS, {})
     (tmp_path / "x.part").mkdir()
     with pytest.raises(RequestError, match="cannot be read"):
-        Journal(tmp_path / "x", PROMPTS).read()
+        Journal(tmp_path / "x", PROMPTS, {}).read()

@@ -19,7 +19,8 @@ GIVEN = {"max_tokens": 128, "temperature": 0.0}
 def read(path, text: str | bytes, sampling=GIVEN, **options) -> list[Prompt]:
     path = path / "prompts.jsonl"
     path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
-    return prompts_from_file(path, sampling, **({"chat": False, "system": None, "trace": False} | options))
+    options = {"chat": False, "system": None, "trace": False} | options
+    return [each.prompt for each in prompts_from_file(path, sampling, **options)]
 
 
 def test_every_sampling_option_of_the_engine_may_stand_in_a_line():
@@ -51,6 +52,11 @@ def test_an_empty_text_and_a_system_message_without_chat_are_refused():
 
 
 BAD_OPTIONS = {
+    "a service that nobody sells": ({"service": "cheap"}, "service is 'cheap'; allowed is one of full"),
+    "two tiers at once": (
+        {"k": 2, "service": "full"},
+        "says one of k, sub_experts, service, found k, service",
+    ),
     "a temperature that is no number": ({"temperature": float("nan")}, "temperature is nan"),
     "an endless temperature": ({"temperature": float("inf")}, "temperature is inf"),
     "a temperature of hundreds of digits": ({"temperature": 10**400}, "temperature"),
@@ -126,9 +132,9 @@ BAD_LINES = {
     "no JSON": ("{prompt: x}", "not JSON"),
     "half of an object": ('{"prompt": "x"', "not JSON"),
     "two objects": ('{"prompt": "x"} {"prompt": "y"}', "not JSON: Extra data"),
-    "a list": ('["x"]', "found list, expected an object"),
-    "a text": ('"x"', "found str, expected an object"),
-    "nothing": ("null", "found NoneType, expected an object"),
+    "a list": ('["x"]', "found a list, expected an object"),
+    "a text": ('"x"', "found text, expected an object"),
+    "nothing": ("null", "found null, expected an object"),
     "no prompt": ('{"max_tokens": 3}', "found none of prompt, messages, prompt_ids"),
     "a prompt that is nothing": ('{"prompt": null}', "found none of"),
     "two kinds of prompt": ('{"prompt": "x", "prompt_ids": [1]}', "found prompt and prompt_ids of"),
@@ -173,7 +179,7 @@ def test_a_file_called_dash_is_standard_input(monkeypatch):
     lines = io.TextIOWrapper(io.BytesIO(b'{"prompt": "one"}\n{"prompt": "two"}\n'))
     monkeypatch.setattr("sys.stdin", lines)
     found = prompts_from_file(Path("-"), GIVEN, chat=False, system=None, trace=False)
-    assert [prompt.prompt for prompt in found] == ["one", "two"]
+    assert [(line, prompt.prompt) for line, prompt in found] == [(1, "one"), (2, "two")]
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,18 @@ def test_a_refusal_names_the_field(gateway: RunningGateway) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         gateway.client.completions.create(model=MODEL, prompt="x", temperature=-1)
     assert refused.value.param == "temperature"
+    long = "many words " * 400
+    for options, field in (  # what only the home that is asked can tell names its field too
+        ({"prompt": long}, "prompt"),
+        ({"prompt": "x", "extra_body": {"k": 1.5}}, "k"),
+        ({"prompt": "x", "extra_body": {"service": "cheap"}}, "service"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            gateway.client.completions.create(model=MODEL, **options)
+        assert refused.value.param == field
+    with pytest.raises(openai.BadRequestError) as refused:
+        gateway.client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": long}])
+    assert refused.value.param == "messages"
 
 
 def test_a_key_is_needed_where_one_is_set(one_node: LocalCluster) -> None:

@@ -45,7 +45,7 @@ def test_whole_answers_are_the_same_beside_cheaper_ones_and_bills_say_the_tier(c
     alone = cluster.answer(PROMPT, "--max-tokens", "24")
     entries = [{"prompt": PROMPT}, {"prompt": PROMPT, "k": 2.25}, {"prompt": PROMPT, "service": "economy"}]
     whole, cheaper, cheapest = cluster.answers(entries, "--max-tokens", "24")
-    assert whole["token_ids"] == alone["token_ids"] and "K" not in whole["bill"]
+    assert whole["token_ids"] == alone["token_ids"] and whole["bill"]["K"] == whole["bill"]["K_run"] == 16
     assert cheaper["bill"]["K"] == 9 and cheapest["bill"]["K"] == 4
     assert 0 < cheaper["bill"]["dropped"] < cheapest["bill"]["dropped"] < 1
     assert cheapest["bill"]["dropped_loss"] > cheaper["bill"]["dropped_loss"] > 0
@@ -57,9 +57,11 @@ def test_whole_answers_are_the_same_beside_cheaper_ones_and_bills_say_the_tier(c
 
 def test_what_is_no_tier_is_refused_in_one_sentence(cluster: LocalCluster) -> None:
     for option, value, words in (
-        ("--k", "5", "k is 5.0; allowed is 0.25 to 4 experts per token"),
+        ("--k", "5", "k is 5; allowed is 0.25 to 4 experts per token"),
         ("--sub-experts", "17", "sub_experts is 17; allowed is 1 to 16"),
         ("--service", "gold", "service is 'gold'; allowed is one of full, balanced, economy"),
+        ("--k", "much", "'much' is not a number"),
+        ("--k=2", "--quality=exact", "quality is 'exact', but k is 2.0, which leaves part of the model out"),
     ):
         refused = cluster.submit(PROMPT, option, value)
         assert refused.exit_code == 2 and words in refused.stderr
@@ -82,7 +84,13 @@ def test_a_file_of_prompts_is_answered_tier_by_tier_in_order_and_goes_on(cluster
     assert done.exit_code == 0, done
     assert "a token of a batch takes, measured: 1 at K 6" in done.stderr and "at up to K" in done.stderr
     answers = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [answer["bill"].get("K") for answer in answers] == [6, None, 6, None, 6]
+    assert [answer["bill"].get("K") for answer in answers] == [6, 16, 6, 16, 6]
+    faulty = cluster.write_prompts([{"prompt": PROMPT}, {"prompt": PROMPT, "k": 9}], "faulty.jsonl")
+    faulty.write_text("\n" + faulty.read_text())
+    refused = cluster.cli("batch", faulty, "--out", out.with_name("none"))
+    assert refused.exit_code == 2 and f"{faulty}, line 3: k is 9; allowed is 0.25" in refused.stderr
+    told = cluster.cli("submit", "--file", faulty, "--max-tokens", "2")
+    assert told.exit_code == 2 and "1 of 2 prompts failed\n  line 3: k is 9; allowed" in told.stderr
     again = cluster.cli("batch", file, "--out", out)
     assert again.exit_code == 2 and "exists already" in again.stderr
 

@@ -43,6 +43,7 @@ def test_times_and_ways_are_measured_and_written(tmp_path):
         (["elastic", "--low", "17"], "--low is 17, expected a tier of this model, 1 to 16"),
         (["elastic", "--size", "0"], "--size is 0, expected at least 1"),
         (["elastic", "--trunk-format", "int5"], "int5"),
+        (["segments", "--answer-tokens", "2000"], "are 2016 tokens, expected at most 512 of this model"),
         (
             ["segments", "--sizes", "1,none"],
             "--sizes is '1,none', expected whole numbers from 1, such as 1,8",

@@ -589,6 +589,8 @@ def test_routing_has_its_defaults_and_can_be_told_otherwise():
         ("policies = 1", "unknown key"),
         ("lanes = true", "lanes are of tiers, so they need sub_experts = true in [cluster]"),
         ("lane_share = 1.0", "between 0 and 1"),
+        ("lane_share = 0.3", "counts only with lanes = true"),
+        ('lane_dwell = "1 s"', "counts only with lanes = true"),
         ("lane_ratio = 1", "above 1"),
         ("lane_window = 0", "from 1"),
         ("lane_dwell = 2", "with its unit"),

@@ -56,7 +56,9 @@ def test_auto_is_eldr_only_where_it_can_be_and_helps():
 
 def test_a_window_that_leaves_no_lane_a_tier_is_refused_before_anything_changes():
     wide = separated("pressure", lanes=True, lane_window=8)
-    with pytest.raises(ArtifactError, match="lane_window is 8, .* 1 to 16 sub-experts .*; write at most 7"):
+    with pytest.raises(
+        ArtifactError, match=r"\[routing\] lane_window: 8 leaves .* 1 to 16 sub-experts .*; write at most 7"
+    ):
         Routes(wide, PARTS, None, seed=1, elasticity=Elasticity(4, 4))
     routes = Routes(
         separated("pressure", lanes=True, lane_window=7), PARTS, None, seed=1, elasticity=Elasticity(4, 4)

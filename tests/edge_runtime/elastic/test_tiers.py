@@ -40,7 +40,10 @@ def test_no_request_gets_less_than_it_asked_nor_a_whole_sub_expert_more(k):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"k": 0.2}, "k is 0.2; allowed is 0.25 to 4 experts per token, in steps of 0.25"),
+        (
+            {"k": 0.2},
+            "k is 0.2; allowed is 0.25 to 4 experts per token, rounded up to whole sub-experts of 0.25",
+        ),
         ({"k": 4.5}, "k is 4.5; allowed is 0.25 to 4"),
         ({"k": math.nan}, "k is nan"),
         ({"sub_experts": 0}, "sub_experts is 0; allowed is 1 to 16, which is 4 of each of 4 experts"),
