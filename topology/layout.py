@@ -324,6 +324,7 @@ class _Desk:
             memory_bytes=node.memory_bytes,
             weight_format=node.weight_format,
             trunk_format=node.trunk_format,
+            device=node.device,
         )
         if first == last:
             return plan

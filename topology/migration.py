@@ -68,8 +68,10 @@ def plan_migration(old: Placement, new: Placement, footprint: ModelFootprint) ->
     new  its epoch is ignored: rounds have the epochs that follow `old`'s
 
     While it lasts a node's limit is the larger of its old and its new memory, since the old one is in use already.
-    Where layers or KV of a node change, the new KV and buffers are counted beside the old; trunk weights of layers that
-    stay are counted once.
+    Where layers or KV of a node change, the new trunk is beside the old, whose layers that stay are counted once. KV and
+    buffers of a home are given back when it takes its first step by the new placement, whose own are touched then. They
+    are there twice at a later stage of a group, which may have steps of both under way, and on a GPU, whose memory is
+    taken when it is asked for.
     """
     move = _Move(old, new, footprint)
     if move.trunks_change:
@@ -132,14 +134,17 @@ class _Move:
         old, new = self.plans.get(name), self.new_plans.get(name)
         if old is None or new is None or not self._trunk_changes(name):
             return max(plans[name].reserved_bytes for plans in (self.plans, self.new_plans) if name in plans)
-        same_kv = old.layers == new.layers and old.kv_blocks == new.kv_blocks
+        both_at_once = max if self._is_home(old) and self._is_home(new) else sum
         return (
             max(old.process_bytes, new.process_bytes)
             + sum((self._parts(old) | self._parts(new)).values())
-            + (old.kv_bytes if same_kv else old.kv_bytes + new.kv_bytes)
-            + old.workspace_bytes
-            + new.workspace_bytes
+            + both_at_once((old.kv_bytes, new.kv_bytes))
+            + both_at_once((old.workspace_bytes, new.workspace_bytes))
         )
+
+    @staticmethod
+    def _is_home(plan: NodePlan) -> bool:
+        return plan.first_layer == 0 and plan.device == "cpu"
 
     def _parts(self, plan: NodePlan) -> dict[tuple[str, str], int]:
         """By name and format: a part in another format is another part."""

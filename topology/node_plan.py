@@ -64,6 +64,8 @@ class NodePlan:
     """How it keeps its experts; one that changes makes them other bytes."""
     trunk_format: str = "as_stored"
     """How it keeps the matrices of its trunk."""
+    device: str = "cpu"
+    """What it computes on."""
 
     @property
     def reserved_bytes(self) -> int:

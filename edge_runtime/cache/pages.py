@@ -10,7 +10,7 @@ from torch import Tensor
 
 from edge_runtime.cache.block_pool import BLOCK_TOKENS
 from edge_runtime.model.spec import KVShape
-from kernels import backends
+from kernels import backends, host_pages
 from kernels.transfers import on_device, on_host
 
 
@@ -30,9 +30,10 @@ class KVPages:
     v(layer)  [num_blocks, G, 16, value width] float32
     dtype     of a GPU's pages, whose keys are [num_blocks, G, 16, P]; what leaves and comes is float32 and laid out as above
 
-    All `nbytes` are zeroed, and thereby touched, on construction: memory that is not there shows at load and
-    never in the middle of an answer, and what a node reports as resident is what it will need. For 1024 blocks
-    (16384 tokens) of 6 layers with G = 2, P = 32 that is 48 MiB.
+    All `nbytes` are zeroed, and thereby touched, by `touch`, which construction calls unless told otherwise: memory that
+    is not there shows at load and never in the middle of an answer, and what a node reports as resident is what it will
+    need. For 1024 blocks (16384 tokens) of 6 layers with G = 2, P = 32 that is 48 MiB. Pages that follow others are
+    touched when those have been given back, so that no node needs room for both; a GPU's memory is taken at once.
 
     A block keeps the numbers of its last owner when it changes hands, non-finite ones of a failed request
     included. Readers take positions `<= row_position` only and *select* them; a weight of 0 is not enough, since
@@ -40,16 +41,25 @@ class KVPages:
     """
 
     def __init__(
-        self, num_blocks: int, shapes: Mapping[int, KVShape], dtype: torch.dtype = torch.float32
+        self,
+        num_blocks: int,
+        shapes: Mapping[int, KVShape],
+        dtype: torch.dtype = torch.float32,
+        *,
+        touched: bool = True,
     ) -> None:
         if num_blocks < 1 or not shapes:
             raise ValueError(f"no pages for {num_blocks} blocks of {len(shapes)} layers")
         self.num_blocks = num_blocks
         self.nbytes = num_blocks * kv_bytes_per_block(shapes, dtype.itemsize)
-        """Bytes allocated, all of them resident."""
+        """Bytes allocated, all of them resident once touched."""
         own = {layer: shape for layer, shape in shapes.items() if shape.shared_with is None}
-        # One piece, and empty + zero_ and not zeros, which may leave the pages to be mapped at first touch.
-        memory = torch.empty(self.nbytes // dtype.itemsize, dtype=dtype, device=backends.device()).zero_()
+        memory = torch.empty(
+            self.nbytes // dtype.itemsize, dtype=dtype, device=backends.device()
+        )  # one piece
+        self._memory, self._is_touched = memory, False
+        if touched or memory.device.type != "cpu":
+            self.touch()
         self._is_turned = not backends.keys_end_in_tokens()
         pages: dict[int, tuple[Tensor, Tensor]] = {}
         at = 0
@@ -77,6 +87,16 @@ class KVPages:
         self._pages = pages
         self._own = [page for layer in own for page in pages[layer]]
         self._floats_per_block = kv_bytes_per_block(shapes) // 4
+
+    def touch(self) -> None:
+        """Zero everything, once. zero_ and not zeros, which may leave the pages to be mapped when they are first written."""
+        if not self._is_touched:
+            self._memory.zero_()
+            self._is_touched = True
+
+    def give_back(self) -> None:
+        """Let the system have the memory: nothing is written any more, and what is read is nothing. See `host_pages`."""
+        host_pages.drop_tensor(self._memory)
 
     def k(self, layer: int) -> Tensor:
         """Keys of a layer, by its number in the model."""

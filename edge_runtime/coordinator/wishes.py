@@ -27,6 +27,7 @@ from topology.files import read_cluster_text
 log = logging.getLogger(__name__)
 
 MAX_TRIES = 4  # plans made for one wish while nodes come and go
+PROMISE_S = 600.0  # how long what a preview showed is what applying the same file does
 
 Answer = Callable[[Message], None]
 
@@ -52,6 +53,9 @@ class Wishes:
         self._footprint = footprint
         self._keys = keys
         self._carry_out = carry_out
+        self._promised: tuple[Found, float] | None = (
+            None  # what the last preview showed, and until when it counts
+        )
 
     def apply(self, message: Apply, answer: Answer) -> None:
         """Change the cluster to a file."""
@@ -62,7 +66,7 @@ class Wishes:
 
         def work(asked: Ask) -> Found:
             self._routes.refuse(asked.cluster)
-            return self._epochs.work_out(asked)
+            return self._promised_for(asked) or self._epochs.work_out(asked)
 
         def begin(found: Found) -> Callable[[], None]:
             why = f"{message.source} was applied"
@@ -86,13 +90,13 @@ class Wishes:
         self._pursue(lambda: self._epochs.ask_without(name), work, begin, answer)
 
     def preview(self, message: Apply, answer: Answer) -> None:
-        """Tell what a file would change."""
+        """Tell what a file would change, which is what it does change if it is applied soon."""
 
-        def work(asked: Ask) -> Planned:
+        def work(asked: Ask) -> tuple[Found, Planned]:
             self._routes.refuse(asked.cluster)
-            found = self._epochs.work_out(asked)
+            found = self._promised_for(asked) or self._epochs.work_out(asked)
             old = asked.origin
-            return preview_of(
+            planned = preview_of(
                 old.cluster,
                 old.placement,
                 asked.present,
@@ -101,11 +105,24 @@ class Wishes:
                 self._epochs.traits,
                 asked.measured,
             )
+            return found, planned
 
-        def begin(planned: Planned) -> Callable[[], None]:
+        def begin(shown: tuple[Found, Planned]) -> Callable[[], None]:
+            found, planned = shown
+            if self._promised_for(found.ask) is None:
+                self._promised = found, self._clock.now() + PROMISE_S
             return lambda: answer(planned)
 
         self._pursue(lambda: self._epochs.ask(self._read(message)), work, begin, answer)
+
+    def _promised_for(self, asked: Ask) -> Found | None:
+        """What a preview showed for the same wish. Measurements, which change with every heartbeat, may be older."""
+        if self._promised is None:
+            return None
+        found, until_s = self._promised
+        if self._clock.now() >= until_s or found.ask._replace(measured=asked.measured) != asked:
+            return None
+        return found._replace(ask=asked)
 
     def _read(self, message: Apply) -> Cluster:
         wanted = read_cluster_text(message.text, Path(message.source))
@@ -141,7 +158,7 @@ class Wishes:
                 then: Callable[[], None] | None = None
                 with _Refusing(answer):
                     result = future.result()
-                    if not self._epochs.is_current(asked) and not isinstance(result, Planned):
+                    if not self._epochs.is_current(asked) and isinstance(result, Found):
                         raise Refusal("busy", "nodes come and go while the change is worked out", 1.0)
                     then = begin(result)
                 if then is not None:

@@ -114,6 +114,7 @@ class Engine:
         self.books: QualityBooks | None = None  # of its runner, where requests may have a quality budget
         self.tokens_generated = 0
         self.is_held = False
+        self.is_closed = False
         self._carried: dict[str, list[Account]] = {}  # of running requests, from before a change of placement
 
     def submit(self, request: Request, before: Account | None = None) -> None:
@@ -230,8 +231,15 @@ class Engine:
         """An order came: what was in vain may be tried again."""
         self.is_held = False
 
+    def begin(self) -> None:
+        """Steps of it follow: the memory that they write is there from now on, or is found missing now."""
+        self.runner.touch()
+
     def close(self) -> None:
-        """No step of it follows."""
+        """No step of it follows: what it kept for them is given back, and none of its blocks can be found."""
+        self.is_closed = True
+        self.scheduler.pool.forget_all()
+        self.runner.give_back()
 
     def give_up_steps(self) -> None:
         """Nothing that is under way counts any more: another engine goes on with its requests."""
@@ -394,7 +402,8 @@ class EngineThread(threading.Thread):
         def switch(engine: Engine) -> list[Output]:
             self.engine, outputs = action(engine)
             if self.engine is not engine:
-                engine.close()
+                engine.close()  # first: a node need not have room for both
+                self.engine.begin()
             return outputs
 
         self._inbox.put(switch)

@@ -348,6 +348,7 @@ class PipelineEngine(Engine):
 
     def close(self) -> None:
         self._under_way.clear()
+        super().close()
 
     def _take_account(self, request_id: str) -> Account:
         return self._accounts.take(request_id)

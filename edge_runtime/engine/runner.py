@@ -162,6 +162,17 @@ class Runner:
             self._captured = found
         return found
 
+    def touch(self) -> None:
+        """Have the memory of its pages there before the first step, see `KVPages`."""
+        if self.pages is not None:
+            self.pages.touch()
+
+    def give_back(self) -> None:
+        """Let the system have the memory of pages and buffers; no step follows."""
+        if self.pages is not None:
+            self.pages.give_back()
+        self.decoder.give_back()
+
     def segment_counts(self) -> SegmentCounts:
         """What of its steps is kept ready. May be asked by another thread."""
         captured = self.captured

@@ -27,7 +27,7 @@ from edge_runtime.model.gate import gate, gate_options, gate_rule
 from edge_runtime.model.layers import LayerWeights, Trunk
 from edge_runtime.model.moe import Beside, ExpertPort, Missing, Slices, joined
 from edge_runtime.model.spec import LayerSpec, ModelSpec
-from kernels import backends, ops
+from kernels import backends, host_pages, ops
 from kernels.layer_runs import RunLayer, SliceGate
 from kernels.ops import Counting, ExpertBank
 from kernels.reference.gate_topk import count
@@ -141,6 +141,11 @@ class Decoder:
     def num_columns(self) -> int:
         """Experts per token, K; 0 where no layer is routed."""
         return self._num_columns
+
+    def give_back(self) -> None:
+        """Let the system have the memory of its buffers; no step follows."""
+        for buffer in (*self._buffers.values(), self._logits):
+            host_pages.drop_tensor(buffer)
 
     def run_buffers(self, num_rows: int) -> RunBuffers:
         """What a run of layers over so many rows is computed in; L layers of the range."""

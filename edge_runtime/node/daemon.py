@@ -417,7 +417,7 @@ class NodeDaemon:
 
     def _deploy(self, deploy: Deploy) -> None:
         held = self._shares.get(deploy.epoch)
-        if held is not None and held.digest == share_digest(deploy):
+        if held is not None and not held.is_spent and held.digest == share_digest(deploy):
             self._take_share(held, deploy.counts_now)
         elif self._loader is not None:
             self._next_deploy = deploy  # the newest wins: the coordinator asks for nothing it does not want
@@ -839,3 +839,4 @@ def _begin_anew(share: LoadedShare) -> None:
         engine.abort(request.request_id)
     if share.runner is not None and share.runner.port is not share.experts:
         share.switch_to(engine)
+    engine.begin()

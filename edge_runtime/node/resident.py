@@ -12,12 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from kernels import backends
+from kernels import backends, host_pages
 from topology.cluster import GPU_RESERVE_BYTES
 
-_MADV_DONTNEED = (
-    4  # of a library's code: the next instruction that needs a page reads it again from the page cache
-)
 _NO_LIMIT = 1 << 60
 _LIBRARIES = ("libtorch",)
 
@@ -28,14 +25,13 @@ def give_back() -> None:
     if not maps.exists():
         return
     trim_heap()
-    libc = ctypes.CDLL(None, use_errno=True)
     for start, end in _code_of(maps.read_text(), _LIBRARIES):
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+        host_pages.drop(start, end)  # the next instruction that needs a page reads it from the page cache
 
 
 def trim_heap() -> None:
     """Return free heap to the system; allocators keep what was freed between things that are still there."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
 

@@ -113,7 +113,8 @@ class LoadedShare:
     speed   what was measured with it, None where that could not be
     peers   where every node of the placement listens; stages: of them, those of its group
     Shares of two placements hold what they have in common once. Where a change leaves the engine as it is, both have
-    the same engine, and only `experts` differs: see `switch_to`.
+    the same engine, and only `experts` differs: see `switch_to`. Where it does not, the new one's pages are touched when
+    the old one's have been given back, and no step by the old share can follow.
     """
 
     epoch: int
@@ -141,6 +142,11 @@ class LoadedShare:
         """How far requests may go below the whole model here; None if not at all."""
         gates = self.runner.gates if self.runner is not None else None
         return gates.elasticity if gates is not None else None
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether its engine has given back its memory to one that followed."""
+        return self.engine is not None and self.engine.is_closed
 
     def switch_to(self, running: Engine) -> tuple[Engine, list[Output]]:
         """Take the next steps over from `running`, which serves another placement. On the engine's own thread.
@@ -347,7 +353,8 @@ def load_share(
 
     def new_runner() -> Runner:
         gates = gates_for(checkpoint, parts, trunk) if parts is not None else None
-        return _runner(share, settings, spec, trunk, experts, clock, gates)
+        follows = held is not None and held.engine is not None and not share.first_layer
+        return _runner(share, settings, spec, trunk, experts, clock, gates, touched=not follows)
 
     if share.first_layer > 0:
         stage = held.place.stage if held is not None and held.place and _fits(held, share, settings) else None
@@ -440,9 +447,12 @@ def _runner(
     experts: PlacedExperts,
     clock: Clock,
     gates: TierGates | None,
+    *,
+    touched: bool,
 ) -> Runner:
     shapes = spec.kv_shapes(share.first_layer, share.last_layer)
-    pages = KVPages(share.kv_blocks, shapes, backends.page_dtype(trunk.layers[0].attention.out.format))
+    dtype = backends.page_dtype(trunk.layers[0].attention.out.format)
+    pages = KVPages(share.kv_blocks, shapes, dtype, touched=touched)
     signatures = None
     if settings.counts_experts:
         signatures = signatures_for(

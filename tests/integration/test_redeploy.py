@@ -170,8 +170,11 @@ def test_a_node_that_goes_while_it_loads_ends_the_change_and_streams_go_on(
     texts = Streams(three, greedy_prompts(PROMPTS, 150)).texts()
     streams = Streams(three, greedy_prompts(PROMPTS, 150))
     wait_for(lambda: streams.all_run, "streams run", 60.0)
-    process = three.start_command("apply", edit(three, with_node("extra")))
-    with process:
+    file = edit(three, with_node("extra"))
+    elsewhere = three.env | {"EDGE_RUNTIME_STATE": str(three.topology.parent / "elsewhere")}
+    with CliProcess("apply", file, "--topology", three.topology, env=elsewhere) as process:
+        # Nobody starts `extra`, so that the change cannot be over before the loss is noticed.
+        process.wait_for_line("run: edge-runtime node NAME")
         assert "extra" in wait_for(lambda: three.status()["change"], "the change has begun")
         pid = three.pids()["attic"]
         os.kill(pid, how)
@@ -213,7 +216,8 @@ def test_a_watched_file_is_applied_after_each_edit_and_a_bad_one_is_told(three: 
         watch.wait_for_line(r"epoch 2 in .* was applied")
         three.topology.write_text(good.replace("364 MiB", "370 elephants"))
         watch.wait_for_line(r"not applied: .*line \d+.*elephants")
-        assert three.status()["epoch"] == 2 and three.status()["ready"]
+        three.wait_until_ready()
+        assert three.status()["epoch"] == 2
         three.topology.write_text(good)
         watch.wait_for_line(r"epoch 3 in .* was applied")
         watch.stop(signal.SIGINT)

@@ -62,7 +62,7 @@ def replay(plan: MigrationPlan, old: Placement, new: Placement) -> None:
             )
             kv = max(p.kv_bytes, was.kv_bytes if was else 0)
             changes = was is not None and (was.kv_blocks, was.layers) != (p.kv_blocks, p.layers)
-            if was is not None and changes:
+            if was is not None and changes and max(was.first_layer, p.first_layer) > 0:
                 kv = p.kv_bytes + was.kv_bytes
             least = p.process_bytes + sum(parts.values()) + kv + p.workspace_bytes + experts
             assert one.peak_bytes[p.node] >= least
@@ -186,7 +186,7 @@ def test_stages_are_loaded_beside_the_home_they_replace() -> None:
     back = next(one for one in plan_migration(new, old, SMALL).rounds if one.switches_trunks)
     assert back.load_bytes["a"] >= 2 * SMALL.layer_bytes[0] + SMALL.head_bytes
     switch = next(one for one in plan.rounds if one.switches_trunks)
-    assert switch.peak_bytes["a"] >= old.plan_of("a").kv_bytes + new.plan_of("a").kv_bytes
+    assert switch.peak_bytes["b"] >= old.plan_of("b").kv_bytes + new.plan_of("b").kv_bytes
     assert switch.load_bytes.get("a", 0) == 0, "its layers of the trunk are there already"
 
 
@@ -198,17 +198,35 @@ def test_room_for_a_second_trunk_is_made_by_moving_experts_away_before_the_switc
     replay(plan, old, new)
 
 
+def on_gpus(placement: Placement) -> Placement:
+    return replace(placement, nodes=tuple(replace(plan, device="cuda") for plan in placement.nodes))
+
+
 def test_a_second_trunk_that_can_have_no_room_is_refused_with_numbers() -> None:
     thin = node("a", needed_bytes(EMPTY, SMALL, 0, 4, 0), frozenset({"decode"}))
     built = replace(EMPTY, nodes=(thin, host("x", 64)))
-    old = placed(built)
-    new = placed(replace(built, context_tokens=256, kv_tokens=256))
+    old = on_gpus(placed(built))
+    new = on_gpus(placed(replace(built, context_tokens=256, kv_tokens=256)))
     with pytest.raises(MigrationError, match="a needs .* beside the old ones") as error:
         plan_migration(old, new, SMALL)
     assert (
         error.value.node == "a"
         and error.value.needed_bytes > error.value.available_bytes == thin.memory_bytes
     )
+
+
+@pytest.mark.parametrize("device, times", [("cpu", 1), ("cuda", 2)])
+def test_a_home_gives_its_pages_back_before_it_takes_others_and_a_gpu_does_not(
+    device: str, times: int
+) -> None:
+    built = replace(EMPTY, nodes=(home("h", 2.0, kv_blocks_spare=64),))
+    old = placed(built)
+    [plan] = old.nodes
+    old = replace(old, nodes=(replace(plan, device=device),))
+    new = replace(old, nodes=(replace(plan, device=device, workspace_bytes=plan.workspace_bytes + 1),))
+    [switch] = plan_migration(old, new, SMALL).rounds
+    others = plan.process_bytes + plan.trunk_bytes + plan.expert_bytes
+    assert switch.peak_bytes["h"] == others + times * (plan.kv_bytes + plan.workspace_bytes) + 1
 
 
 def test_a_format_changes_with_both_formats_side_by_side() -> None:

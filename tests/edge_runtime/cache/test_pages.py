@@ -1,5 +1,7 @@
 """The memory of the blocks: shapes, bytes, and that it is really there."""
 
+import sys
+
 import psutil
 import pytest
 import torch
@@ -58,6 +60,25 @@ def test_all_memory_is_resident_at_once():
     before = psutil.Process().memory_info().rss
     pages = KVPages(1024, dict.fromkeys(range(8), KVShape(2, 32, 32)))
     assert psutil.Process().memory_info().rss - before > 0.9 * pages.nbytes
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems are told nothing of memory that is not wanted"
+)
+def test_pages_that_follow_others_take_memory_when_those_have_given_theirs_back():
+    process, shapes = psutil.Process(), dict.fromkeys(range(8), KVShape(2, 32, 32))
+    old = KVPages(1024, shapes)
+    block = old.read([5])
+    with_one = process.memory_info().rss
+    new = KVPages(1024, shapes, touched=False)
+    assert process.memory_info().rss - with_one < 0.1 * new.nbytes
+    old.give_back()
+    new.touch()
+    assert abs(process.memory_info().rss - with_one) < 0.1 * new.nbytes
+    new.write([5], block + 1)
+    new.touch()
+    assert torch.equal(new.read([5]), block + 1), "touched once"
+    assert not old.read([5]).any(), "who still reads reads nothing"
 
 
 def test_nothing_to_hold_is_refused():

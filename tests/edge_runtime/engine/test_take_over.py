@@ -64,6 +64,13 @@ def test_what_cannot_go_on_ends_with_its_reason_and_the_others_go_on(whole, expe
     }
 
 
+def test_an_engine_that_others_followed_shows_no_block_to_anybody(whole, expected):
+    old = engine_of(whole, max_rows=48)
+    assert answers_of(old, PROMPTS) == expected and old.scheduler.pool.num_cached > 0
+    old.close()
+    assert old.is_closed and old.scheduler.pool.num_cached == 0
+
+
 def switch_twice(whole: Whole) -> Callable[[Engine], None]:
     def switch(engine: Engine) -> None:
         engine.switch_port(engine.runner, placed_experts(whole, "n1", epoch=2))
