@@ -60,7 +60,8 @@ def test_stand_ins_save_time_and_bytes_at_the_same_placement(rows):
     by_name = {row["policy"]: row for row in rows}
     exact, live, local = by_name["similarity, exact"], by_name["live"], by_name["local only"]
     assert local["tpot_ms"] < live["tpot_ms"] < exact["tpot_ms"]
-    assert local["mb_per_1000_tokens"] == local["remote"] == 0
+    assert local["remote"] < 0.01, "all but experts for which nobody may stand in"
+    assert local["mb_per_1000_tokens"] < 0.2 * live["mb_per_1000_tokens"]
     assert live["local_exact"] == pytest.approx(exact["local_exact"], abs=0.05)
     assert by_name["similarity, exact"]["local_exact"] > by_name["the same, no redundancy"]["local_exact"]
 
