@@ -152,7 +152,10 @@ class NodeDaemon:
         self._shares: dict[int, LoadedShare] = {}  # by epoch; two while the cluster changes its placement
         self._active = 0  # the epoch whose share the engine steps by
         self._trims = False  # a share was closed: its room in the heap is to go back to the system
-        self._next_deploy: Deploy | None = None
+        self._waiting: list[Deploy] = []  # for the loader, in the order in which they came
+        self._unsaid: set[int] = (
+            set()
+        )  # epochs that the coordinator has not named since it told what counts now
         self._loader: ShareLoader | None = None
         self._engine: EngineThread | None = None
         self._requests: dict[str, HomeRequest] = {}
@@ -319,7 +322,7 @@ class NodeDaemon:
             return
         if self._loader is not None:  # for a change that ended with the coordinator before
             self._loader.is_wanted = False
-        self._next_deploy = None
+        self._waiting = []
         for home in (*self._just_ended.values(), *self._requests.values()):
             request_id = home.request.request_id
             if (
@@ -393,7 +396,7 @@ class NodeDaemon:
                 for other in set(self._shares) - {before, epoch}:  # of a change that was called off unheard
                     self._release(other)
             case Release(epoch=epoch):
-                if epoch == self._active and (self._loader is not None or self._next_deploy is not None):
+                if epoch == self._active and (self._loader is not None or self._waiting):
                     return  # what is being loaded takes the answers over, and gives this back
                 if epoch == self._active:  # we were lost meanwhile, and the others went on without us
                     self._stop_engine("has no part in the placement any more")
@@ -416,11 +419,23 @@ class NodeDaemon:
     # The shares.
 
     def _deploy(self, deploy: Deploy) -> None:
+        """Load a share beside what is held, or say that it is there.
+
+        A coordinator that says what counts now, to a node that is new or back, names after that what it loads besides.
+        Anything else is of a change that was called off while nothing reached us.
+        """
+        if deploy.counts_now:
+            loading = {self._loader.epoch} if self._loader is not None else set()
+            self._unsaid = {*self._shares, *loading, *(other.epoch for other in self._waiting)}
+        self._unsaid.discard(deploy.epoch)
+        self._take_or_load(deploy)
+
+    def _take_or_load(self, deploy: Deploy) -> None:
         held = self._shares.get(deploy.epoch)
         if held is not None and not held.is_spent and held.digest == share_digest(deploy):
             self._take_share(held, deploy.counts_now)
         elif self._loader is not None:
-            self._next_deploy = deploy  # the newest wins: the coordinator asks for nothing it does not want
+            self._waiting = [other for other in self._waiting if other.epoch != deploy.epoch] + [deploy]
         else:
             self._load(deploy)
 
@@ -487,9 +502,8 @@ class NodeDaemon:
             loader.share.close()
         else:
             self._take_share(loader.share, counts_now)
-        if self._next_deploy is not None:
-            deploy, self._next_deploy = self._next_deploy, None
-            self._deploy(deploy)
+        if self._waiting:
+            self._take_or_load(self._waiting.pop(0))
 
     def _take_share(self, share: LoadedShare, counts_now: bool) -> None:
         """Answer for a share's experts beside those of other placements; serve by it at once if it counts already."""
@@ -509,7 +523,7 @@ class NodeDaemon:
                 share.planned_bytes / 1e6,
             )
         if counts_now:
-            self._activate(share.epoch, then=lambda: self._release_all_but(share.epoch))
+            self._activate(share.epoch, then=self._release_unsaid)
         if old is not None and old is not share:
             self._close(old)
         self._send(Deployed(share.epoch, share.weight_bytes, resident))
@@ -574,8 +588,7 @@ class NodeDaemon:
     def _release(self, epoch: int) -> None:
         if self._loader is not None and self._loader.epoch == epoch:
             self._loader.is_wanted = False
-        if self._next_deploy is not None and self._next_deploy.epoch == epoch:
-            self._next_deploy = None
+        self._waiting = [deploy for deploy in self._waiting if deploy.epoch != epoch]
         share = self._shares.pop(epoch, None)
         self._publish()
         if share is not None:
@@ -598,9 +611,10 @@ class NodeDaemon:
     def _trim_soon(self) -> None:
         self._trims = True
 
-    def _release_all_but(self, kept: int) -> None:
-        for epoch in [epoch for epoch in self._shares if epoch != kept]:
+    def _release_unsaid(self) -> None:
+        for epoch in sorted(self._unsaid):
             self._release(epoch)
+        self._unsaid = set()
 
     def _stop_engine(self, why: str, *, is_planned: bool = False) -> None:
         """Stop answering: another home goes on. is_planned: another placement wants it so."""

@@ -113,6 +113,7 @@ class PlacedExperts:
         self.host_names = [node, *(link.name for link in links)]
         self.alive: frozenset[str] = frozenset(self.host_names)
         self._lost_s: float | None = None  # when a peer was last lost
+        self._came = False  # whether one came, or came back, since the step began
         self._told_s: float | None = None  # when the coordinator last said who is alive, and ...
         self._replacing = False  # ... that another placement is on its way
         self._coordinator_back_s: float | None = clock.now()  # since when it can be heard; None: it is away
@@ -152,6 +153,7 @@ class PlacedExperts:
         if now >= self._look_at_s:
             self._look_at_s = now + LOOK_S
             self._look()
+        self._came = False
 
     def served_by(self) -> np.ndarray | None:
         """[T, K] int32 host of every slot of the layer just run, -1 nobody; None if this node served them all."""
@@ -193,8 +195,11 @@ class PlacedExperts:
     def may_be_replaced(self) -> bool:
         """See HostedExperts. True until the coordinator has said otherwise of a peer that was just lost.
 
-        Time without a coordinator does not count, as far as anybody waits at all: nobody could say anything.
+        Time without a coordinator does not count, as far as anybody waits at all: nobody could say anything. A peer that came
+        back while the step went on may hold what its first layers lacked.
         """
+        if self._came:
+            return True
         if self._lost_s is None:
             return False
         now, back_s = self._clock.now(), self._coordinator_back_s
@@ -686,6 +691,8 @@ class PlacedExperts:
         changed = [link for link in self._links if link.look()]
         if any(not link.usable for link in changed):
             self._lost_s = self._clock.now()
+        if any(link.usable for link in changed):
+            self._came = True
         if changed:
             self._choose()
 

@@ -87,10 +87,14 @@ class Process:
     number: int
     is_frozen: bool = False
     is_over: bool = False
+    is_cut: bool = False
+    """Its connection ended, and it has not greeted since: what it was sent did not come."""
     inbox: collections.deque = field(default_factory=collections.deque)
     loads: list[tuple[int, bool]] = field(default_factory=list)
     shares: set[int] = field(default_factory=set)
     active: int = 0
+    unsaid: set[int] = field(default_factory=set)
+    """What it has of other placements, and was not told of since it was told what counts now."""
     greeted: int = 0
     """The coordinator that it knows, by number."""
 
@@ -172,7 +176,7 @@ class World:
 
     def post(self, peer: bytes, message: tuple) -> None:
         for process in self.processes:
-            if process.peer == peer and not process.is_over:
+            if process.peer == peer and not process.is_over and not process.is_cut:
                 process.inbox.append(message)
 
     # Processes.
@@ -190,10 +194,18 @@ class World:
                 self.take(process)
             process.loads = []  # of a change that ended with it
             process.greeted = self.coordinators
+        process.is_cut = False
         if process.name in self.epochs.state.nodes:
             self.call("apply", states.Joined(process.name, process.peer, str(process.number), process.number))
         else:
             process.is_over = True  # refused: no node is called so
+
+    def cut(self, process: Process) -> None:
+        """What is on its way to it is lost."""
+        process.is_cut = True
+        process.inbox.clear()
+        if self.is_known(process):
+            self.call("apply", states.Unreachable(process.name))
 
     def is_known(self, process: Process) -> bool:
         record = self.epochs.state.nodes.get(process.name)
@@ -210,6 +222,9 @@ class World:
         if process.inbox:
             match process.inbox.popleft():
                 case ("deploy", epoch, counts_now):
+                    if counts_now:
+                        process.unsaid = process.shares | {load for load, _ in process.loads}
+                    process.unsaid.discard(epoch)
                     if epoch in process.shares:
                         self.loaded(process, epoch, counts_now)
                     else:
@@ -237,7 +252,9 @@ class World:
     def loaded(self, process: Process, epoch: int, counts_now: bool) -> None:
         process.shares.add(epoch)
         if counts_now:
-            process.shares, process.active = {epoch}, epoch
+            process.shares -= process.unsaid
+            process.loads = [load for load in process.loads if load[0] not in process.unsaid]
+            process.active = epoch
         if self.is_known(process):
             self.call("loaded", process.name, epoch, 1000)
 
@@ -250,7 +267,7 @@ class World:
         for process in self.able():
             if ("stop",) in process.inbox:  # it comes first, and then there is nothing more to say
                 continue
-            if self.is_known(process):
+            if self.is_known(process) and not process.is_cut:
                 self.call("apply", states.Beat(process.name, NodeReport(epoch=process.active)))
             else:
                 self.join(process)
@@ -387,6 +404,11 @@ class AnyClusterLife(RuleBasedStateMachine):
     def freeze_or_thaw(self, data):
         process = self.a_process(data, self.world.running())
         process.is_frozen = not process.is_frozen
+
+    @precondition(lambda self: self.world.running())
+    @rule(data=st.data())
+    def cut(self, data):
+        self.world.cut(self.a_process(data, self.world.running()))
 
     @precondition(lambda self: any(p.inbox or p.loads for p in self.world.able()))
     @rule(data=st.data())
@@ -703,3 +725,24 @@ def test_a_plan_made_from_what_has_changed_meanwhile_is_made_again(world):
     old = world.epochs.ask(FOUR)
     world.settle(3.0)
     assert not world.epochs.is_current(old) and world.epochs.is_current(world.epochs.ask(FOUR))
+
+
+def test_a_node_that_was_cut_off_while_it_loaded_drops_what_was_rolled_back_unheard():
+    """Where nobody lacks it meanwhile, no other change comes by and takes it away."""
+    roomy = World(cluster_of(*(node(name, 400) for name in NAMES[:3]), memory_ratio=3.0))
+    for name in NAMES[:3]:
+        roomy.start(name)
+    roomy.settle(1.0)
+    roomy.change(replace(roomy.epochs.cluster, nodes=(*roomy.epochs.cluster.nodes, node("n4", 400))))
+    slow = process(roomy, "n3")
+    roomy.take(slow)
+    assert slow.loads == [(2, False)]
+    roomy.cut(slow)
+    assert roomy.epochs.change is None, "it is off, and n3 has not heard"
+    for _ in range(20):  # back, on probation, and told its share while it still loads the other one
+        roomy.pass_time(0.5)
+        while slow.inbox:
+            roomy.take(slow)
+    assert roomy.epochs.state.nodes["n3"].serves
+    roomy.settle()
+    roomy.check_settled()

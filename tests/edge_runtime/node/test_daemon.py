@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -91,6 +92,32 @@ def test_a_share_that_waits_for_another_to_load_may_be_released_too(
     coordinator.tell(share_of(3, 1))
     wait_for(lambda: len(said(coordinator, Deployed)) == 2, "epoch 3 is loaded")
     assert [message.epoch for message in said(coordinator, Deployed)] == [1, 3]
+
+
+def test_what_the_coordinator_does_not_name_again_is_dropped_while_it_loads_and_nothing_else_is(
+    coordinator: Giver, node: NodeDaemon
+) -> None:
+    """The connection was cut while a change was called off: a node that is back is told what there is now."""
+    beside = msgspec.structs.replace(share_of(2, *range(32)), counts_now=False)
+    coordinator.tell(share_of(1, 0))
+    wait_for(lambda: said(coordinator, Deployed), "epoch 1 is loaded")
+    coordinator.tell(beside)
+    wait_for(lambda: said(coordinator, DeployProgress)[-1].epoch == 2, "epoch 2 begins to load")
+    coordinator.tell(share_of(1, 0), msgspec.structs.replace(share_of(3, 0, 1), counts_now=False))
+    wait_for(lambda: len(said(coordinator, Deployed)) == 3, "epochs 1 and 3 are loaded")
+    assert [message.epoch for message in said(coordinator, Deployed)] == [1, 1, 3]
+    assert not said(coordinator, DeployFailed)
+
+
+def test_what_counts_now_is_loaded_though_another_share_comes_while_it_waits(
+    coordinator: Giver, node: NodeDaemon
+) -> None:
+    coordinator.tell(
+        share_of(1, 0, 1), share_of(2, 1), msgspec.structs.replace(share_of(3, 0), counts_now=False)
+    )
+    wait_for(lambda: len(said(coordinator, Deployed)) == 3, "all are loaded")
+    assert [message.epoch for message in said(coordinator, Deployed)] == [1, 2, 3]
+    wait_for(lambda: said(coordinator, Heartbeat)[-1].report.epoch == 2, "epoch 2 is what it serves")
 
 
 def test_a_node_told_to_stop_while_it_fetches_stops_at_once(coordinator: Giver, node: NodeDaemon) -> None:

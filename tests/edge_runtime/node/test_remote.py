@@ -19,6 +19,7 @@ from edge_runtime.protocol import ExpertCall, ExpertReply, Hello, PeerAddress, W
 from edge_runtime.selector.choose import DEFERRED, Slots
 from edge_runtime.selector.home import HomeSelector
 from edge_runtime.transport.endpoint import Server
+from tests.support.clusters import wait_for
 from tests.support.decoders import all_experts
 from tests.support.elsewhere import WAIT_S, selector_of
 from tests.support.engines import Whole, whole_model
@@ -364,6 +365,19 @@ class TestWhoIsWaitedFor:
         placed, _ = lost
         placed.peers_changed(["home"], False)
         assert not placed.may_be_replaced()
+
+    def test_a_step_whose_first_layers_lacked_what_is_back_by_now_is_tried_again(self, whole):
+        with host(whole, "n1") as (_, address), home(whole, address) as placed:
+            [link] = placed._links
+            link.lose("n1 did not answer")
+            placed._lost_s = CLOCK.now()
+            placed.begin_step()
+            placed.peers_changed(["home"], False)
+            assert not link.usable and not placed.may_be_replaced()
+            wait_for(lambda: (placed._look(), link.usable)[1], "n1 has greeted again")
+            assert placed.may_be_replaced()
+            placed.begin_step()
+            assert not placed.may_be_replaced(), "by now it would have been asked"
 
     def test_a_replacement_on_its_way_is_waited_for_longer_but_not_for_ever(self, lost):
         placed, clock = lost
