@@ -163,7 +163,7 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _model(cluster: Cluster) -> Finding:
-    from edge_runtime.model.checkpoint import Checkpoint
+    from edge_runtime.model.folder import open_whole
     from edge_runtime.model.footprint import footprint
     from edge_runtime.selector.learned import find_traits
     from edge_runtime.weights.locate import folder_of, located
@@ -175,7 +175,7 @@ def _model(cluster: Cluster) -> Finding:
             "model", True, f"{cluster.model} is not on this machine: a node gets it from the cluster"
         )
     try:
-        checkpoint = Checkpoint.open(folder)
+        checkpoint, _ = open_whole(folder)
         parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
         traits = find_traits(located(cluster, checkpoint), checkpoint.model_hash)
         placement = plan_placement(cluster, parts, traits=traits)

@@ -260,11 +260,11 @@ def _refuse_long(
     model: Path, prefill_tokens: int, max_tokens: int, streams: tuple[int, ...], what: str
 ) -> None:
     """Prompts and answers that are longer than what the model is run with."""
-    from edge_runtime.model.checkpoint import Checkpoint
+    from edge_runtime.model.folder import open_whole
     from testbed import bench_peers, step_parts
 
     limit = step_parts.CONTEXT_TOKENS if what == "--step" else bench_peers.CONTEXT_TOKENS
-    own = Checkpoint.open(model).spec.context_tokens
+    own = open_whole(model)[0].spec.context_tokens
     context = min(own, limit)
     reads = f"{what} runs {model.name} with a context of {context} tokens" + (
         ", all that it can read" if own <= limit else ""

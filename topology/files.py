@@ -75,6 +75,8 @@ def _find_model(base: Path, model: str, is_needed: bool) -> str:
 
 def _refuse_other_folder(absolute: Path, folder: str) -> None:
     if not absolute.is_dir():
-        raise ValueError(f'there is no folder {absolute}; "{folder}" is taken relative to the topology file')
+        is_absolute = Path(folder).expanduser().is_absolute()
+        how = "" if is_absolute else f'; "{folder}" is taken relative to the topology file'
+        raise ValueError(f"there is no folder {absolute}{how}")
     if not (absolute / "config.json").is_file():
         raise ValueError(f"{absolute} holds no config.json, so it is not a model's folder")

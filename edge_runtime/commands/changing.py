@@ -62,11 +62,11 @@ def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bo
     from edge_runtime.coordinator.learned_routes import find_learned, sizes_of
     from edge_runtime.coordinator.routes import homes_of
     from edge_runtime.tables import plan_body, plan_table
-    from edge_runtime.weights.locate import located, open_model
+    from edge_runtime.weights.locate import check_model, located
     from topology.placement import plan_placement
 
     cluster = read_cluster(resolve_topology_path(topology))
-    checkpoint = open_model(cluster, say)
+    checkpoint = check_model(cluster, say)
     parts = sizes_of(located(cluster, checkpoint), checkpoint)
     traits, routes = find_learned(located(cluster, checkpoint), parts, checkpoint.model_hash)
     traits, traffic = routes.joint(homes_of(cluster), traits)
@@ -81,10 +81,10 @@ def _plan_between(old: Path, file: Path) -> "Planned":
     from edge_runtime.coordinator.deploy import Plan, plan_for
     from edge_runtime.coordinator.learned_routes import find_learned, sizes_of
     from edge_runtime.coordinator.preview import preview_of
-    from edge_runtime.weights.locate import located, open_model
+    from edge_runtime.weights.locate import check_model, located
 
     before, after = read_cluster(old), read_cluster(file)
-    checkpoint = open_model(after, say)
+    checkpoint = check_model(after, say)
     parts = sizes_of(located(after, checkpoint), checkpoint)
     traits, routes = find_learned(located(before, checkpoint), parts, checkpoint.model_hash)
     placement = plan_for(before, parts, before.node_names, traits=traits, joint=routes.joint)

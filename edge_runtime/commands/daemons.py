@@ -72,9 +72,9 @@ def up(topology: Path | None, shape: bool, compiles: bool, limits: bool, detach:
         os.environ[COMPILE_VARIABLE] = "1"
     clock = SystemClock()
     if cluster.model.startswith(HUB):
-        from edge_runtime.weights.locate import open_model
+        from edge_runtime.weights.locate import check_model
 
-        open_model(cluster, say)  # once, here, where a person sees how far it is
+        check_model(cluster, say)  # once, here, where a person sees how far it is
     say(
         f"cluster {cluster.name}: {len(cluster.nodes)} nodes, model {cluster.model}, logs in {state_dir(path)}"
     )

@@ -256,26 +256,35 @@ class Checkpoint:
         if head in missing and self.spec.tied_head:
             missing.remove(head)
         if missing == [head]:
+            said = (self.config.get("text_config") or self.config).get("tie_word_embeddings")
             raise CheckpointError(
-                f"{self.folder}: tensor {head} is missing and config.json does not say tie_word_embeddings; "
-                "if the head is the embedding, set it to true"
-            )
-        if missing:
-            files = "no index" if not (self.folder / INDEX_FILE).exists() else INDEX_FILE
-            raise CheckpointError(
-                f"{self.folder}: {len(missing)} of {len(expected)} tensors are missing ({_some(missing)}); "
-                f"{len(self._files)} weight files were read ({files})"
+                f"{self.folder}: tensor {head} is missing, and tie_word_embeddings in config.json is "
+                f"{'not set' if said is None else json.dumps(said)}; copy the file that holds {head}, or set "
+                "tie_word_embeddings to true if the head is the embedding"
             )
         scales = self._scales(expected)
-        if extra := [
+        extra = [
             name
             for name in self._file_of
             if name not in expected and name not in scales and not self.table.is_ignored(name)
-        ]:
+        ]
+        if missing:
+            files = "no index" if not (self.folder / INDEX_FILE).exists() else INDEX_FILE
+            what = "copy all files of the model again"
+            if extra:
+                what = (
+                    f"and {len(extra)} are there that it has no place for ({_some(extra)}), so config.json and weights are of "
+                    "different models: take both from one"
+                )
+            raise CheckpointError(
+                f"{self.folder}: {len(missing)} of {len(expected)} tensors are missing "
+                f"({_some(missing)}); {len(self._files)} weight files were read ({files}); {what}"
+            )
+        if extra:
             path = self._file_of[extra[0]].path
             raise CheckpointError(
                 f"{path}: {len(extra)} tensors belong to no part of a {self.spec.family} model of this config "
-                f"({_some(extra)})"
+                f"({_some(extra)}); take config.json and weights of one model, or a checkpoint without them"
             )
         for name, (shape, dtypes) in (expected | scales).items():
             if name not in self._file_of:
@@ -283,12 +292,14 @@ class Checkpoint:
             extent, path = self.extent(name), self._file_of[name].path
             if extent.shape != shape:
                 raise CheckpointError(
-                    f"{path}: tensor {name} has shape {list(extent.shape)}, expected {list(shape)}"
+                    f"{path}: tensor {name} has shape {list(extent.shape)}, expected {list(shape)} by config.json; "
+                    "take both from one model"
                 )
             allowed = dtypes or (*FLOAT_DTYPES, *self._extra_dtypes(shape))
             if extent.dtype not in allowed:
                 raise CheckpointError(
-                    f"{path}: tensor {name} has dtype {extent.dtype}, expected one of {', '.join(allowed)}"
+                    f"{path}: tensor {name} has dtype {extent.dtype}, expected one of {', '.join(allowed)}; take a "
+                    "checkpoint that holds it so"
                 )
 
     def _extra_dtypes(self, shape: Shape) -> tuple[str, ...]:
@@ -304,7 +315,8 @@ class Checkpoint:
             scales = quantised.scale_name(name)
             if scales not in self._file_of:
                 raise CheckpointError(
-                    f"{self._file_of[name].path}: tensor {name} is fp8, but its block scales {scales} are missing"
+                    f"{self._file_of[name].path}: tensor {name} is fp8, but its block scales {scales} are missing; "
+                    "copy all files of the model again"
                 )
             shape = quantised.scale_shape(self.extent(name).shape, self._quantisation.block)
             found[scales] = (shape, None)
@@ -359,12 +371,14 @@ def _open_files(folder: Path) -> list[SafetensorsFile]:
             held = sum(1 for file in weight_map.values() if file == name)
             others = sorted(set(present) - set(names))
             hint = f"; {_some(others)} is there but not in the index" if others else ""
-            raise CheckpointError(f"{folder / name} is missing: {INDEX_FILE} puts {held} tensors in it{hint}")
+            raise CheckpointError(
+                f"{folder / name} is missing: {INDEX_FILE} puts {held} tensors in it{hint}; copy it"
+            )
     files = {name: SafetensorsFile(folder / name) for name in names}
     for tensor, name in weight_map.items():
         if tensor not in files[name].extents:
             raise CheckpointError(
-                f"{folder / name}: tensor {tensor} is not in it, though {INDEX_FILE} says so"
+                f"{folder / name}: tensor {tensor} is not in it, though {INDEX_FILE} says so; copy both again"
             )
     return _without_doubles(list(files.values()))
 

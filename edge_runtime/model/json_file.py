@@ -1,10 +1,31 @@
-"""Reads one JSON object of a model folder; what is wrong with the file is the user's fault and named."""
+"""Reads one JSON object of a model folder; what is wrong with the file is the user's fault and named.
+
+Knows also what stands in a file's place where a download or a copy went wrong.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from edge_runtime.errors import CheckpointError
+
+LFS_POINTER = b"version https://git-lfs.github.com/"
+PAGE_BEGINS = (b"<!doctype", b"<html")
+
+
+def refuse_stand_in(path: Path, begins: bytes) -> None:
+    """CheckpointError where a file does not hold what it is called, by its first bytes."""
+    if not begins:
+        raise CheckpointError(f"{path} is empty; copy the file again")
+    if begins.startswith(LFS_POINTER):
+        raise CheckpointError(
+            f"{path} is a git-LFS pointer and not the file that it stands for; run `git lfs pull` in its folder, or "
+            "download the file"
+        )
+    if begins.lstrip().lower().startswith(PAGE_BEGINS):
+        raise CheckpointError(
+            f"{path} is a web page, probably of a download that was refused; download the file again"
+        )
 
 
 def kind_of(value: object) -> str:
@@ -16,15 +37,19 @@ def kind_of(value: object) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file that must be there."""
     try:
-        value = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        refuse_stand_in(path, content)
+        value = json.loads(content)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {path.parent} is not a whole model folder") from None
+        raise CheckpointError(
+            f"{path} is missing: {path.parent} is not a whole model folder; copy all files of the model"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+        raise CheckpointError(f"{path} is not valid JSON: {error}; copy the file again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, found {kind_of(value)}")
+        raise CheckpointError(f"{path} must hold a JSON object, found {kind_of(value)}; copy the file again")
     return value
 
 

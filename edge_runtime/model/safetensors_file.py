@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime.errors import CheckpointError
+from edge_runtime.model.json_file import refuse_stand_in
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -22,6 +23,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 TORCH_DTYPES = FLOAT_DTYPES | {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+BEGINS_BYTES = 64  # enough to see what else it may be
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 
 
@@ -42,6 +44,8 @@ class SafetensorsFile:
         try:
             self.num_bytes = path.stat().st_size
             with path.open("rb") as file:
+                refuse_stand_in(path, file.read(BEGINS_BYTES))
+                file.seek(0)
                 self.header_bytes, header = _read_header(path, file.read(8), self.num_bytes, file)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -92,7 +96,8 @@ def _read_header(path: Path, length: bytes, num_bytes: int, file: Any) -> tuple[
     header_size = int.from_bytes(length, "little")
     if len(length) < 8 or header_size > min(num_bytes - 8, MAX_HEADER_BYTES):
         raise CheckpointError(
-            f"{path} is not a whole safetensors file: it has {num_bytes} bytes and its header claims {header_size}"
+            f"{path} is not a whole safetensors file: it has {num_bytes} bytes and its header claims {header_size}; "
+            "copy the file again"
         )
     header_bytes = file.read(header_size)
     try:
@@ -101,7 +106,7 @@ def _read_header(path: Path, length: bytes, num_bytes: int, file: Any) -> tuple[
             raise ValueError("not an object")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not a safetensors file: its header is not JSON ({error})"
+            f"{path} is not a safetensors file: its header is not JSON ({error}); copy the file again"
         ) from error
     return header_bytes, header
 
@@ -123,7 +128,8 @@ def _extents(path: Path, header: dict[str, Any], header_size: int, num_bytes: in
     for name, extent in sorted(extents.items(), key=lambda item: (item[1].start, item[1].end)):
         if extent.start != at:
             raise CheckpointError(
-                f"{path}: tensor {name} starts at byte {extent.start}, expected {at} where the one before it ends"
+                f"{path}: tensor {name} starts at byte {extent.start}, expected {at} where the one before it ends; "
+                "copy the file again"
             )
         at = extent.end
     if at != num_bytes:
@@ -139,7 +145,7 @@ def _extent(path: Path, name: str, entry: Any, data_start: int) -> Extent:
             raise ValueError
     except (TypeError, KeyError, ValueError):
         raise CheckpointError(
-            f"{path}: tensor {name} has a malformed header entry {str(entry)[:200]}"
+            f"{path}: tensor {name} has a malformed header entry {str(entry)[:200]}; copy the file again"
         ) from None
     size = ITEM_BYTES[dtype]
     for n in shape:
@@ -147,6 +153,6 @@ def _extent(path: Path, name: str, entry: Any, data_start: int) -> Extent:
     if end - start != size:
         raise CheckpointError(
             f"{path}: tensor {name} is {dtype} {list(shape)}, which is {size} bytes, "
-            f"but its header gives it {end - start}"
+            f"but its header gives it {end - start}; copy the file again"
         )
     return Extent(dtype, tuple(shape), data_start + start, data_start + end)

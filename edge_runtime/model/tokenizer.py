@@ -23,6 +23,7 @@ class Tokenizer:
     """The tokenizer of one model folder.
 
     eos_token_ids    ids that end an answer
+    eos_source       the file that says so
     special_tokens   `bos_token`, `eos_token`, ... -> text, as templates see them
     """
 
@@ -31,6 +32,7 @@ class Tokenizer:
         backend: Backend,
         *,
         eos_token_ids: frozenset[int] = frozenset(),
+        eos_source: Path | None = None,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
         content_hash: str = "",
@@ -39,6 +41,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.eos_token_ids = eos_token_ids
+        self.eos_source = eos_source
         self.special_tokens = dict(special_tokens or {})
         self._template_source = chat_template
         self._template: ChatTemplate | None = None
@@ -55,15 +58,24 @@ class Tokenizer:
         try:
             backend = Backend.from_buffer(content)
         except Exception as error:  # the library raises nothing narrower
-            raise CheckpointError(f"{path} is not a tokenizer: {error}") from error
-        config = read_json_if_present(folder / "tokenizer_config.json")
-        special_tokens = _special_tokens(config)
-        _add_tokens(backend, config, special_tokens)
+            raise CheckpointError(f"{path} is not a tokenizer: {error}; copy the file again") from error
+        settings = folder / "tokenizer_config.json"
+        config = read_json_if_present(settings)
+        try:
+            special_tokens = _special_tokens(config)
+            _add_tokens(backend, config, special_tokens)
+            chat_template = _chat_template(folder, config)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{settings} or chat_template.jinja beside it is not what tokenizers have there ({error!r}); copy them again"
+            ) from error
+        eos_token_ids, eos_source = _eos_token_ids(folder)
         return cls(
             backend,
-            eos_token_ids=_eos_token_ids(folder),
+            eos_token_ids=eos_token_ids,
+            eos_source=eos_source,
             special_tokens=special_tokens,
-            chat_template=_chat_template(folder, config),
+            chat_template=chat_template,
             content_hash=hashlib.blake2b(content, digest_size=16).hexdigest(),
         )
 
@@ -194,18 +206,19 @@ def _add_tokens(backend: Backend, config: Mapping[str, Any], special_tokens: Map
             backend.add_special_tokens([AddedToken(text, special=True)])
 
 
-def _eos_token_ids(folder: Path) -> frozenset[int]:
-    """generation_config.json says what ends an answer; where it is silent, config.json does."""
-    for name in ("generation_config.json", "config.json"):
-        value = read_json_if_present(folder / name).get("eos_token_id")
+def _eos_token_ids(folder: Path) -> tuple[frozenset[int], Path | None]:
+    """generation_config.json says what ends an answer; where it is silent, config.json does. And the file that did."""
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        value = read_json_if_present(path).get("eos_token_id")
         if value is not None:
             ids = value if isinstance(value, list) else [value]
-            if not all(type(token_id) is int for token_id in ids):
+            if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
                 raise CheckpointError(
-                    f"{folder / name}: eos_token_id {value!r} must be an id or a list of ids"
+                    f"{path}: found eos_token_id {value!r}, expected an id, a whole number from 0 on, or a list of ids; "
+                    "correct it, or copy the file again"
                 )
-            return frozenset(ids)
-    return frozenset()
+            return frozenset(ids), path
+    return frozenset(), None
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

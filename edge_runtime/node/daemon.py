@@ -24,7 +24,7 @@ from edge_runtime.engine.request import read_params
 from edge_runtime.errors import ProtocolError, RequestError
 from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.checkpoint import Checkpoint
-from edge_runtime.model.tokenizer import Tokenizer
+from edge_runtime.model.folder import tokenizer_of
 from edge_runtime.node.answers import AnswerStream
 from edge_runtime.node.expert_service import ExpertService, Residents
 from edge_runtime.node.gauge import Gauge, peers_to_probe
@@ -123,7 +123,7 @@ class NodeDaemon:
         self._cluster = cluster
         self._node = node
         self._checkpoint = checkpoint
-        self._tokenizer = Tokenizer.open(checkpoint.folder)
+        self._tokenizer = tokenizer_of(checkpoint)
         self._learned = learned_by(cluster, node, checkpoint.model_hash)
         self._keys = keys
         self._clock = clock

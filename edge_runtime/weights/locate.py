@@ -8,6 +8,7 @@ from pathlib import Path
 from edge_runtime.clock import Clock
 from edge_runtime.errors import PeerError
 from edge_runtime.model.checkpoint import Checkpoint, Known
+from edge_runtime.model.folder import open_whole
 from edge_runtime.protocol import Hello
 from edge_runtime.transport.endpoint import Channel
 from edge_runtime.transport.keys import Keys
@@ -45,6 +46,12 @@ def whole_folder(cluster: Cluster, say: Say) -> Path:
 def open_model(cluster: Cluster, say: Say) -> Checkpoint:
     """The whole model."""
     return Checkpoint.open(whole_folder(cluster, say))
+
+
+def check_model(cluster: Cluster, say: Say) -> Checkpoint:
+    """The whole model, once it is known to have a tokenizer that goes with it: what nodes would end with is said now."""
+    checkpoint, _ = open_whole(whole_folder(cluster, say))
+    return checkpoint
 
 
 def located(cluster: Cluster, checkpoint: Checkpoint) -> Cluster:

@@ -14,7 +14,13 @@ import pytest
 from edge_runtime import cli
 from edge_runtime.commands import shared
 from tests.support.clusters import MODEL, write_topology
-from tests.support.tiny_models import edit_config, read_tensors, write_tensors, write_tiny_qwen3_moe
+from tests.support.tiny_models import (
+    edit_config,
+    read_tensors,
+    write_tensors,
+    write_tiny_qwen3_moe,
+    write_tokenizer,
+)
 
 
 class Ended(NamedTuple):
@@ -44,7 +50,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3_moe(tmp_path_factory.mktemp("tiny"))
+    folder = write_tiny_qwen3_moe(tmp_path_factory.mktemp("tiny"))
+    write_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture
@@ -249,6 +257,53 @@ def test_a_tensor_of_wrong_shape_is_named_with_both_shapes(model: Path, run: Run
     tensors = read_tensors(model)
     write_tensors(model, tensors | {name: tensors[name][:, :-1]})
     assert_one_sentence(plan_of(model, run, tmp_path), 2, name, "[48, 63]", "[48, 64]")
+
+
+def test_what_a_node_would_end_with_is_told_by_plan(model: Path, run: Run, tmp_path: Path) -> None:
+    tokenizer, config = model / "tokenizer.json", json.loads((model / "config.json").read_text())
+    for ids, said in (
+        (512, "names 512, expected ids below"),
+        ("2", "found eos_token_id '2', expected an id"),
+    ):
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        assert_one_sentence(plan_of(model, run, tmp_path), 2, "generation_config.json", said)
+    (model / "generation_config.json").unlink()
+    for changes, said in (
+        ({"hidden_act": None}, "hidden_act = null is not supported, only 'silu'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor is missing"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is missing, expected the rows"),
+    ):
+        (model / "config.json").write_text(json.dumps(config | changes))
+        assert_one_sentence(plan_of(model, run, tmp_path), 2, "config.json", said)
+    (model / "config.json").write_text(json.dumps(config))
+    for content, said in (
+        ("", "is empty"),
+        ("{}", "is not a tokenizer"),
+        ("version https://git-lfs.github.com/spec/v1\n", "is a git-LFS pointer"),
+        ("<!DOCTYPE html>", "is a web page"),
+    ):
+        tokenizer.write_text(content)
+        assert_one_sentence(plan_of(model, run, tmp_path), 2, "tokenizer.json", said)
+    tokenizer.unlink()
+    assert_one_sentence(plan_of(model, run, tmp_path), 2, "tokenizer.json is missing")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty; copy the file again"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n", "run `git lfs pull`"),
+        (b"\n<HTML>" + b"x" * 99, "is a web page"),
+        (b"x" * 99, "is not a whole safetensors file: .*; copy the file again"),
+    ],
+)
+def test_what_stands_in_a_shards_place_is_told(
+    content: bytes, said: str, model: Path, run: Run, tmp_path: Path
+) -> None:
+    (model / "model-00002-of-00002.safetensors").write_bytes(content)
+    ended = plan_of(model, run, tmp_path)
+    assert_one_sentence(ended, 2, "model-00002-of-00002.safetensors")
+    assert re.search(said, ended.err)
 
 
 def test_an_unsupported_family_is_told_the_supported_ones(model: Path, run: Run, tmp_path: Path) -> None:

@@ -9,13 +9,15 @@ from edge_runtime.clock import SystemClock
 from edge_runtime.doctor import Finding, _nodes, examine
 from edge_runtime.errors import EXIT_CLUSTER, EXIT_USER
 from tests.support.clusters import write_topology
-from tests.support.tiny_models import write_tiny_qwen3_moe
+from tests.support.tiny_models import write_tiny_qwen3_moe, write_tokenizer
 from topology.parse import parse_cluster
 
 
 @pytest.fixture
 def topology(tmp_path: Path) -> Path:
-    return write_topology(tmp_path, "one_node", model=write_tiny_qwen3_moe(tmp_path / "model"))
+    model = write_tiny_qwen3_moe(tmp_path / "model")
+    write_tokenizer(model)
+    return write_topology(tmp_path, "one_node", model=model)
 
 
 def findings(topology: Path | None) -> dict[str, Finding]:

@@ -176,6 +176,12 @@ def write_tiny_qwen3_moe(folder: Path, **options: Any) -> Path:
     return write_tiny("qwen3_moe", folder, **options)
 
 
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of two words, for models that are only looked at."""
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+
+
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Give every parameter a random value of a size that matters."""
     generator = torch.Generator().manual_seed(seed)

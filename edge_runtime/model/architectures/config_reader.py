@@ -41,6 +41,7 @@ QUANTISATION_KEYS: dict[str, dict[str, tuple[Any, ...] | None]] = {
     "mxfp4": {"quant_method": None, "modules_to_not_convert": None, "dequantize": None},
 }
 
+MEND = "copy the file again, or add what the model was trained with"
 MOST_PARTS = 4096  # layers, and experts of a layer
 MOST = 2**24  # any other count; contexts of ten million tokens are the largest met
 
@@ -102,8 +103,12 @@ class ConfigReader:
         return value
 
     def choice(self, key: str, *allowed: str, default: str | None = None) -> str:
-        """One of the values the code can run."""
+        """One of the values the code can run; `null` is none of them."""
         value = self._get(key)
+        if value is None and key in self._config:
+            raise self.fault(
+                key, None, f"= null is not supported, only {' or '.join(map(repr, allowed))}; {MEND}"
+            )
         value = default if value is None else value
         if value not in allowed:
             raise self.fault(key, value, f"is not supported, only {' or '.join(map(repr, allowed))}")
@@ -302,7 +307,13 @@ class ConfigReader:
                 raise self.fault(f"quantization_config.{key}", value, "is not known")
         if method != "fp8":
             return Quantisation(method)
-        block = settings.get("weight_block_size", [128, 128])
+        block = settings.get("weight_block_size")
+        if block is None:
+            raise self.fault(
+                "quantization_config.weight_block_size",
+                None,
+                f"is missing, expected the rows and columns that share a scale, such as [128, 128]; {MEND}",
+            )
         if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
             raise self.fault(
                 "quantization_config.weight_block_size", block, "is not supported, only two whole numbers"
@@ -318,7 +329,7 @@ class ConfigReader:
 def _positive(reader: ConfigReader, key: str, value: Any, default: float | None) -> float:
     value = default if value is None else value
     if value is None:
-        raise reader.fault(key, None, "is missing")
+        raise reader.fault(key, None, f"is missing, expected a number above 0; {MEND}")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise reader.fault(key, value, "must be a number above 0")
     return float(value)
@@ -340,6 +351,9 @@ class _Settings:
 
     def number(self, name: str, default: float | None = None) -> float:
         return _positive(self._reader, f"{self._key}.{name}", self.get(name), default)
+
+    def is_null(self, name: str) -> bool:
+        return name in self._values and self._values[name] is None
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
@@ -377,7 +391,9 @@ def _linear_rope(values: _Settings, context_tokens: int) -> dict[str, Any]:
 
 def _yarn_rope(values: _Settings, context_tokens: int) -> dict[str, Any]:
     original = int(values.number("original_max_position_embeddings", context_tokens))
-    factor = values.number("factor", context_tokens / original)
+    # As transformers has it: a factor that is null, not one that is missing, is the ratio of both contexts.
+    by_ratio = values.is_null("factor") and values.get("original_max_position_embeddings") is not None
+    factor = values.number("factor", context_tokens / original if by_ratio else None)
     mscale, mscale_all = values.get("mscale"), values.get("mscale_all_dim")
     if mscale and mscale_all:
         inferred = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all)

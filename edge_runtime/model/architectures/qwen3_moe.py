@@ -63,7 +63,8 @@ def _moe_layer(config: ConfigReader, attention: AttentionSpec) -> LayerSpec | No
     num_experts, top_k = config.experts(key, "num_experts_per_tok", default=128, default_top_k=8, at_least=0)
     width = config.count("moe_intermediate_size", default=768)
     renormalise = config.flag("norm_topk_prob", default=False)
-    config.ignore("num_experts")
+    if config.has("num_experts") and (other := config.count("num_experts", at_least=0)) != num_experts:
+        raise config.fault("num_experts", other, f"differs from num_local_experts = {num_experts}")
     if num_experts == 0:
         return None
     gate = GateSpec(num_experts=num_experts, top_k=top_k, renormalise=renormalise)

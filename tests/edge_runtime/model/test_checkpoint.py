@@ -240,6 +240,23 @@ def test_a_tensor_of_a_dtype_we_do_not_read_says_expected_and_found(folder):
     assert f"tensor {Q1} has dtype I32, expected one of BF16, F16, F32" in fault(folder)
 
 
+def test_a_config_of_another_model_is_told_from_a_tensor_that_got_lost(folder):
+    edit_config(folder, num_local_experts=0, intermediate_size=96)
+    assert "are there that it has no place for (model.layers.1." in fault(folder)
+    assert "different models: take both from one" in fault(folder)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(False, "is false; copy the file"), (None, "is not set; copy the file")]
+)
+def test_a_head_that_is_missing_is_told_with_what_the_config_says(folder, value, said):
+    edit_config(folder, tie_word_embeddings=value)
+    tensors = read_tensors(folder)
+    tensors.pop("lm_head.weight", None)
+    write_tensors(folder, tensors)
+    assert f"lm_head.weight is missing, and tie_word_embeddings in config.json {said}" in fault(folder)
+
+
 def test_a_missing_tensor_is_named(folder):
     tensors = read_tensors(folder)
     del tensors[Q1]

@@ -151,7 +151,7 @@ def test_a_quantisation_that_is_not_read_is_refused_by_key_and_value(tmp_path, c
     folder = write_tiny("mixtral", tmp_path)
     edit_config(folder, quantization_config=FP8 | changes)
     if changes == {"weight_block_size": None}:
-        said = "weight_block_size is not supported"
+        said = "weight_block_size is missing, expected the rows"
     assert said in fault(folder)
 
 
