@@ -47,6 +47,7 @@ SEED_BITS = 63
 CREDIT = 64  # Tokens messages on their way at most; granted again in halves
 LOST_S = 60.0  # how long a coordinator that is gone is waited for: its answers go on meanwhile
 RECONNECT_S = 1.0
+TOGETHER_S = 0.005  # answers that end within it are told of together
 IDLE_S = 300.0  # an answer that brings nothing for so long is given up
 
 
@@ -223,13 +224,15 @@ class Client:
         idle_s: float = IDLE_S,
         lost_s: float = LOST_S,
         after_s: Sequence[float] = (),
+        on_ended: Callable[[list[Answer]], Sequence[Prompt]] = lambda ended: (),
     ) -> list[Answer]:
-        """Submit all prompts and return their answers in the same order.
+        """Submit all prompts and return their answers in the same order, behind them those of prompts that came later.
 
         wait_ready_s  how long a cluster that is still loading is waited for
         on_tokens     called as tokens come; on_wait with a line after every 2 s in which nothing came
         lost_s        how long a coordinator that goes away is waited for; its answers go on where they were
         after_s       when each is submitted, seconds from now; without it all at once
+        on_ended      called once with each answer that has ended, with several that end together; says what to submit next
         Raises ClusterError when the coordinator goes away for good, or when nothing comes for `idle_s`.
         """
         now = self._clock.now()
@@ -240,20 +243,36 @@ class Client:
             for prompt, due in zip(prompts, due_s, strict=True)
         ]
         by_id = {answer.request_id: answer for answer in answers}
-        heard_s = said_s = now
+        running, ended = list(answers), list[Answer]()
+        heard_s = said_s = ended_s = now
+        is_more = False  # a message came, and others may wait behind it
         try:
-            while any(not answer.ended for answer in answers):
+            while running or ended:
                 now = self._clock.now()
+                if any(answer.ended for answer in running):
+                    ended_s = ended_s if ended else now
+                    ended += [answer for answer in running if answer.ended]
+                    running = [answer for answer in running if not answer.ended]
+                if ended and not (running and is_more and now - ended_s <= TOGETHER_S):
+                    following = [
+                        Answer(uuid.uuid4().hex, prompt, now, retry_at_s=now, give_up_s=now + wait_ready_s)
+                        for prompt in on_ended(ended)
+                    ]
+                    by_id |= {answer.request_id: answer for answer in following}
+                    answers += following
+                    running += following
+                    ended = []
+                    continue
                 try:
-                    self._submit_due(answers, now)
-                    self._attach_due(answers, now)
-                    message = self._receive(
-                        min(
-                            (a.retry_at_s - now for a in answers if not (a.submitted or a.ended)), default=1.0
-                        )
+                    self._submit_due(running, now)
+                    self._attach_due(running, now)
+                    rest_s = min(
+                        (a.retry_at_s - now for a in running if not (a.submitted or a.ended)), default=1.0
                     )
+                    message = self._receive(0.0 if ended else rest_s)
+                    is_more = message is not None
                 except _CoordinatorGone as gone:
-                    self._come_back(answers, lost_s, gone, on_wait)
+                    self._come_back(running, lost_s, gone, on_wait)
                     heard_s = said_s = self._clock.now()
                     continue
                 now = self._clock.now()
@@ -266,13 +285,13 @@ class Client:
                             continue
                 if now - said_s >= PROGRESS_S:
                     said_s = now
-                    on_wait(_waiting_line(answers, now - heard_s))
+                    on_wait(_waiting_line(running, now - heard_s))
                 if now - heard_s > max(idle_s, wait_ready_s):
                     raise ClusterError(
-                        f"nothing came for {now - heard_s:.0f} s: {_waiting_line(answers, idle_s)}"
+                        f"nothing came for {now - heard_s:.0f} s: {_waiting_line(running, idle_s)}"
                     )
         except BaseException:
-            self._abort(answer.request_id for answer in answers if answer.submitted and not answer.ended)
+            self._abort(answer.request_id for answer in running if answer.submitted)
             raise
         return answers
 

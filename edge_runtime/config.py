@@ -16,7 +16,6 @@ from edge_runtime.errors import ConfigError
 
 TOPOLOGY_VARIABLE = "EDGE_RUNTIME_TOPOLOGY"
 SHAPE_VARIABLE = "EDGE_SHAPE"
-COMPILE_VARIABLE = "EDGE_COMPILE"  # read in kernels.replay
 STATE_VARIABLE = "EDGE_RUNTIME_STATE"
 DEFAULT_TOPOLOGY = Path("topology.toml")
 

@@ -1,14 +1,15 @@
 """`batch`: a file of prompts through a cluster, tier by tier, into a file of answers; goes on where it was stopped.
 
-Every answer is written to a journal beside the output the moment its batch ends. When all are there, the output is
-written in the order of the prompts and the journal goes; it stays while prompts are left that the cluster failed to
-answer, and the next run asks those again.
+Prompts take the places of answers as those end, tier by tier. Every answer is written to a journal beside the output the
+moment it ends. When all are there, the output is written in the order of the prompts and the journal goes; it stays while
+prompts are left that the cluster failed to answer, and the next run asks those again.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -17,19 +18,25 @@ import msgspec
 
 from edge_runtime.client import Answer, Prompt
 from edge_runtime.clock import Clock
-from edge_runtime.elastic.batching import Profile, Rule, after, next_batch
-from edge_runtime.elastic.batching import Prompt as Waiting
+from edge_runtime.elastic.batching import Flow, Queue, Rule
 from edge_runtime.errors import RequestError
 
 PROBE = "Once upon a time"
 PROBE_TOKENS = 8  # of each answer that is only measured
+REPORT_S = 2.0  # between two lines of progress
 MOST_TIERS = 4  # that are measured before; those between are taken in straight lines
 
 
 class Submits(Protocol):
     """What of a client is needed."""
 
-    def run(self, prompts: Sequence[Prompt], *, wait_ready_s: float) -> list[Answer]: ...
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        wait_ready_s: float,
+        on_ended: Callable[[list[Answer]], Sequence[Prompt]] = ...,
+    ) -> list[Answer]: ...
 
 
 def _parsed(line: bytes) -> Any:
@@ -192,35 +199,44 @@ def run_offline(
         say(
             f"{journal.num_damaged} lines of {journal.path} are damaged; prompts whose answers they held are answered again"
         )
-    waiting = [Waiting(index, tier) for index, tier in enumerate(tiers) if index not in done]
+    queue = Queue({index: tier for index, tier in enumerate(tiers) if index not in done})
     measured: dict[tuple[int, int], float] = {}
-    if len({prompt.tier for prompt in waiting}) > 1:  # else nothing is ever merged
-        measured = measure(
-            client, [prompt.tier for prompt in waiting], capacity, full_tier, clock, wait_ready_s
-        )
+    if len(queue.tiers) > 1:  # else nothing is ever merged
+        measured = measure(client, queue.tiers, capacity, full_tier, clock, wait_ready_s)
         shown = ", ".join(f"{n} at K {tier} {s * 1e3:.1f} ms" for (n, tier), s in sorted(measured.items()))
         say(f"a token of a batch takes, measured: {shown}")
-    tokens, began = 0, clock.now()
-    while waiting:
-        batch = next_batch(waiting, capacity, Profile(measured) if measured else None, rule=rule)
-        sent_s = clock.now()
-        answers = client.run([prompts[index] for index in batch.indices], wait_ready_s=wait_ready_s)
-        found = {index: answer.as_json() for index, answer in zip(batch.indices, answers, strict=True)}
+    flow = Flow(queue, tiers, measured, capacity, rule=rule)
+    place_of: dict[int, int] = {}  # by identity: the same prompt may stand in several lines
+    began = said_s = clock.now()
+    tokens = 0
+
+    def begun(now: float) -> list[Prompt]:
+        found = [(place, copy(prompts[place])) for place in flow.next(now)]
+        place_of.update({id(prompt): place for place, prompt in found})
+        return [prompt for _, prompt in found]
+
+    def following(ended: Sequence[Answer]) -> list[Prompt]:
+        nonlocal said_s, tokens
+        now, found, ran = clock.now(), {}, flow.tier
+        for answer in ended:
+            place = place_of.pop(id(answer.prompt))
+            flow.ended(place, len(answer.token_ids))
+            found[place] = {**answer.as_json(), "index": place}
+            tokens += len(answer.token_ids)
         journal.add(found)
-        done |= {index: {**answer, "index": index} for index, answer in found.items()}
-        came = sum(len(answer.token_ids) for answer in answers)
-        seconds = clock.now() - sent_s
-        if came:
-            measured[len(batch.indices), batch.tier] = seconds * len(batch.indices) / came
-        tokens += came
-        waiting = after(waiting, batch)
-        rate = tokens / max(clock.now() - began, 1e-9)
-        say(
-            f"{len(done)} of {len(prompts)} prompts; {len(batch.indices)}"
-            + (f" at up to K {batch.tier}" if full_tier else "")
-            + f" in {seconds:.1f} s; "
-            f"{rate:.0f} tokens/s so far"
-        )
+        done.update(found)
+        more = begun(now)
+        if now - said_s >= REPORT_S or flow.tier != ran:  # nothing that runs is tier 0
+            said_s = now
+            run = "run" if len(flow.running) > 1 else "runs"
+            beside = (
+                f"{len(flow.running)} {run} at up to K {flow.tier}; " if full_tier and flow.running else ""
+            )
+            rate = tokens / max(now - began, 1e-9)
+            say(f"{len(done)} of {len(prompts)} prompts; {beside}{rate:.0f} tokens/s so far")
+        return more
+
+    client.run(begun(began), wait_ready_s=wait_ready_s, on_ended=following)
     errors = [answer["error"] for answer in done.values() if "error" in answer]
     failed = Unanswered(len(errors), sum(error.get("kind") != "user" for error in errors))
     journal.finish(done, keep=bool(failed.of_cluster))

@@ -23,7 +23,7 @@ from edge_runtime.artifacts import Artifact
 from edge_runtime.cache.block_pool import BlockPool, blocks_for
 from edge_runtime.cache.pages import KVPages
 from edge_runtime.clock import SystemClock
-from edge_runtime.elastic.batching import Profile, Prompt, after, next_batch
+from edge_runtime.elastic.batching import Flow, Queue
 from edge_runtime.elastic.gates import ProxyGates
 from edge_runtime.elastic.sub_experts import SubExperts
 from edge_runtime.engine.engine import Engine
@@ -55,18 +55,26 @@ class Load(NamedTuple):
 
     prompt_tokens, answer_tokens  of each request
     rows                          most rows of a step, prompts of several requests together
-    trunk_format                  how attention and head are kept
+    trunk_format, weight_format   how attention and head are kept, and how experts are
+    uneven                        answers of the mixed run are of unlike lengths, log-normal around `answer_tokens`
     """
 
     prompt_tokens: int = 16
     answer_tokens: int = 32
     rows: int = 512
     trunk_format: str = "as_stored"
+    weight_format: str = "as_stored"
+    uneven: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest answer."""
+        return 2 * self.answer_tokens if self.uneven else self.answer_tokens
 
     @property
     def context_tokens(self) -> int:
         """Whole blocks for both."""
-        return 16 * blocks_for(self.prompt_tokens + self.answer_tokens)
+        return 16 * blocks_for(self.prompt_tokens + self.longest)
 
 
 PLAIN = Load()
@@ -93,7 +101,7 @@ class Bench:
         def order(expert: ExpertId) -> Tensor | None:
             return None if parts is None else parts.layers[expert.layer].permutation[expert.index]
 
-        add_experts(store, checkpoint, experts, order_of=order)
+        add_experts(store, checkpoint, experts, order_of=order, weight_format=load.weight_format)
         tokens, format_ = load.context_tokens, load.trunk_format
         self._trunk = load_trunk(
             checkpoint, spec, 0, spec.num_layers, context_tokens=tokens, trunk_format=format_
@@ -151,18 +159,36 @@ class Bench:
 
     def tokens(self, batch: Sequence[int], engine: Engine) -> list[list[int]]:
         """What an engine answers to prompts that are asked at once; each prompt is its tier."""
-        load, found = self.load, {}
-        for tier in batch:
-            number = self._asked = self._asked + 1
-            ids = [3 + (17 * number + 31 * i) % 500 for i in range(load.prompt_tokens)]
-            params = SamplingParams(max_tokens=load.answer_tokens, seed=0, ignore_eos=True)
-            engine.submit(Request(f"r{number}", ids, params, 0.0, tier=0 if tier == self.full else tier))
-            found[f"r{number}"] = list[int]()
+        found = {self._ask(engine, tier, self.load.answer_tokens): list[int]() for tier in batch}
         while not engine.is_idle:
             for output in engine.step():
                 if output.ended is not None:
                     found[output.request_id] = list(output.ended.request.output_ids)
         return list(found.values())
+
+    def flowed(self, flow: Flow, tiers: Sequence[int], lengths: Sequence[int]) -> float:
+        """Processor time to answer prompts of these tiers with so many tokens each, as `flow` lets them begin."""
+        engine, began, clock = self.engine(), process_time(), SystemClock()
+        places: dict[str, int] = {}
+        ended = True
+        while ended or not engine.is_idle:
+            if ended:
+                for place in flow.next(clock.now()):
+                    places[self._ask(engine, tiers[place], lengths[place])] = place
+            ended = False
+            for output in engine.step():
+                if output.ended is not None:
+                    place, ended = places[output.request_id], True
+                    flow.ended(place, lengths[place])
+        return process_time() - began
+
+    def _ask(self, engine: Engine, tier: int, answer_tokens: int) -> str:
+        """Submit a prompt of its own. Returns the request's id."""
+        number = self._asked = self._asked + 1
+        ids = [3 + (17 * number + 31 * i) % 500 for i in range(self.load.prompt_tokens)]
+        params = SamplingParams(max_tokens=answer_tokens, seed=0, ignore_eos=True)
+        engine.submit(Request(f"r{number}", ids, params, 0.0, tier=0 if tier == self.full else tier))
+        return f"r{number}"
 
 
 def open_parts(model: Path, artifact_folder: Path) -> tuple[Checkpoint, Artifact, SubExperts]:
@@ -223,34 +249,53 @@ def time_rows(bench: Bench, sizes: Sequence[int], rounds: int) -> list[Row]:
 def offline_rows(
     bench: Bench, tiers: Sequence[int], size: int, times: Sequence[Row], rounds: int
 ) -> list[Row]:
-    """The same prompts three ways: all at the full tier; in order, each batch at its highest tier; tier by tier."""
-    profile = Profile({(row["n"], row["K"]): row["us_per_token"] * row["n"] for row in times})
-    in_order = [tiers[i : i + size] for i in range(0, len(tiers), size)]
-    waiting, by_tier = [Prompt(i, tier) for i, tier in enumerate(tiers)], []
-    while waiting:
-        batch = next_batch(waiting, size, profile)
-        by_tier.append([tiers[i] for i in batch.indices])
-        waiting = after(waiting, batch)
-    ways: Mapping[str, tuple[Sequence[Sequence[int]], bool]] = {
-        "full tier": ([[bench.full] * len(batch) for batch in in_order], False),
-        "in order, batch maximum": (in_order, True),
-        "in order, own tiers": (in_order, False),
-        "tier by tier": (by_tier, False),
-    }
-    spent: dict[str, list[float]] = {name: [] for name in ways}
+    """The same prompts four ways: all at the full tier; in order, each step at its highest tier; in order, each row at its
+    own; tier by tier. As answers end, others take their places. Ratios are of one round each: their median, least and most.
+    """
+    profile = {(row["n"], row["K"]): row["us_per_token"] * row["n"] / 1e6 for row in times}
+    lengths = answer_lengths(len(tiers), bench.load)
+    all_full, alike = [bench.full] * len(tiers), dict.fromkeys(range(len(tiers)), 1)
+    spent: dict[str, list[float]] = {}
+
+    def measured(name: str, asked: Sequence[int], *, by_tier: bool = False, batch_max: bool = False) -> None:
+        queue = Queue(dict(enumerate(asked)) if by_tier else alike)
+        flow = Flow(queue, asked, profile if by_tier else {}, size)
+        assert bench.gates is not None, "tiers are of split experts"
+        bench.gates.batch_max = batch_max
+        try:
+            spent.setdefault(name, []).append(bench.flowed(flow, asked, lengths))
+        finally:
+            bench.gates.batch_max = False
+
     for _ in range(rounds):
-        for name, (batches, batch_max) in ways.items():
-            spent[name].append(bench.seconds(batches, batch_max=batch_max))
-    num_tokens, fixed = len(tiers) * bench.load.answer_tokens, min(spent["full tier"])
+        measured("full tier", all_full)
+        measured("in order, batch maximum", tiers, batch_max=True)
+        measured("in order, own tiers", tiers)
+        measured("tier by tier", tiers, by_tier=True)
+    num_tokens, fixed = sum(lengths), spent["full tier"]
+    ratios = {
+        name: [full / own for full, own in zip(fixed, seconds, strict=True)]
+        for name, seconds in spent.items()
+    }
     return [
         {
             "way": name,
-            "tokens_per_cpu_s": num_tokens / min(seconds),
+            "tokens_per_cpu_s": num_tokens / median(seconds),
             "slowest": num_tokens / max(seconds),
-            "of_full": fixed / min(seconds),
+            "of_full": median(ratios[name]),
+            "least": min(ratios[name]),
+            "most": max(ratios[name]),
         }
         for name, seconds in spent.items()
     ]
+
+
+def answer_lengths(count: int, load: Load) -> list[int]:
+    """Tokens of each answer, the same every time: all alike, or log-normal around so many, at most twice as many."""
+    if not load.uneven:
+        return [load.answer_tokens] * count
+    drawn = torch.randn(count, generator=torch.Generator().manual_seed(2)).mul(0.6).exp()
+    return [min(load.longest, max(1, round(load.answer_tokens * factor))) for factor in drawn.tolist()]
 
 
 def whole_rows(split: Bench, whole: Bench, sizes: Sequence[int], rounds: int) -> list[Row]:

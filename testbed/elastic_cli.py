@@ -23,11 +23,18 @@ if TYPE_CHECKING:
 @click.option("--prompts", default=32, show_default=True, help="Prompts of the mixed run.")
 @click.option("--low", default=6, show_default=True, help="Tier of half of them.")
 @click.option("--size", default=8, show_default=True, help="Prompts of a batch.")
-@click.option("--rounds", default=3, show_default=True, help="Of everything timed; the quickest counts.")
+@click.option(
+    "--rounds",
+    default=3,
+    show_default=True,
+    help="Of everything timed; the quickest counts, of mixed runs the median.",
+)
 @click.option("--prompt-tokens", default=16, show_default=True, help="Of each prompt.")
 @click.option("--answer-tokens", default=32, show_default=True, help="Of each answer.")
+@click.option("--uneven", is_flag=True, help="Answers of the mixed run are of unlike lengths.")
 @click.option("--rows", default=512, show_default=True, help="Most rows of a step.")
 @click.option("--trunk-format", default="as_stored", show_default=True, help="Of attention and head.")
+@click.option("--weight-format", default="as_stored", show_default=True, help="Of experts.")
 @click.option("--only", type=click.Choice(["time", "offline", "whole"]), multiple=True, help="Measure these.")
 def elastic(
     model: Path,
@@ -41,8 +48,10 @@ def elastic(
     rounds: int,
     prompt_tokens: int,
     answer_tokens: int,
+    uneven: bool,
     rows: int,
     trunk_format: str,
+    weight_format: str,
     only: tuple[str, ...],
 ) -> None:
     """Measure what fewer sub-experts per token cost in perplexity and save in processor time."""
@@ -61,10 +70,11 @@ def elastic(
             raise click.BadParameter(f"--{name} is {count}, expected at least 1")
     checkpoint, found, parts = measure.open_parts(model, artifact or artifact_folder(model))
     trunk_format = SHORT_FORMATS.get(trunk_format, trunk_format)
-    if trunk_format != "as_stored" and trunk_format not in FORMATS:
-        known = ", ".join(("as_stored", *FORMATS))
-        raise click.BadParameter(f"--trunk-format is {trunk_format!r}, expected one of {known}")
-    load = measure.Load(prompt_tokens, answer_tokens, rows, trunk_format)
+    for name, format_ in (("trunk-format", trunk_format), ("weight-format", weight_format)):
+        if format_ != "as_stored" and format_ not in FORMATS:
+            known = ", ".join(("as_stored", *FORMATS))
+            raise click.BadParameter(f"--{name} is {format_!r}, expected one of {known}")
+    load = measure.Load(prompt_tokens, answer_tokens, rows, trunk_format, weight_format, uneven)
     _refuse_longer(load, checkpoint.spec.context_tokens)
     bench = measure.Bench(checkpoint, parts, size, load)
     if not 1 <= low <= bench.full:
@@ -113,8 +123,8 @@ def segments(
     import torch
 
     from edge_runtime.artifacts import artifact_folder
-    from edge_runtime.config import COMPILE_VARIABLE
     from kernels import backends, replay
+    from kernels.settings import COMPILE_VARIABLE
     from testbed import elastic as measure
 
     torch.set_num_threads(1)
@@ -146,10 +156,11 @@ def segments(
 
 def _refuse_longer(load: "Load", most: int) -> None:
     """Nothing would end an answer for which there is no room."""
-    if load.prompt_tokens + load.answer_tokens > most:
+    if load.prompt_tokens + load.longest > most:
+        at_most = ", unlike ones twice as long," if load.uneven else ""
         raise click.BadParameter(
-            f"prompts of {load.prompt_tokens} and answers of --answer-tokens {load.answer_tokens} are "
-            f"{load.prompt_tokens + load.answer_tokens} tokens, expected at most {most} of this model"
+            f"prompts of {load.prompt_tokens} and answers of --answer-tokens {load.answer_tokens}{at_most} are "
+            f"{load.prompt_tokens + load.longest} tokens, expected at most {most} of this model"
         )
 
 

@@ -26,7 +26,6 @@ from edge_runtime.commands.shared import (
     topology_option,
 )
 from edge_runtime.config import (
-    COMPILE_VARIABLE,
     SHAPE_VARIABLE,
     read_snapshot,
     resolve_topology_path,
@@ -35,6 +34,7 @@ from edge_runtime.config import (
 )
 from edge_runtime.errors import ConfigError
 from edge_runtime.log import setup_logging
+from kernels.settings import COMPILE_VARIABLE
 from topology.cluster import find_node
 from topology.files import HUB, read_cluster
 

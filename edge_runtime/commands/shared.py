@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edge_runtime.clock import SystemClock
-from edge_runtime.config import COMPILE_VARIABLE, SHAPE_VARIABLE, last_good_text, remember_good
+from edge_runtime.config import SHAPE_VARIABLE, last_good_text, remember_good
 from edge_runtime.errors import DeadlinePassed
+from kernels.settings import COMPILE_VARIABLE
 from topology.cluster import Cluster
 from topology.errors import TopologyError
 from topology.files import read_cluster, read_cluster_text

@@ -315,6 +315,49 @@ def test_whoever_interrupts_a_run_has_its_requests_aborted_the_accepted_and_the_
         assert {m.request_id for m in coordinator.of(Abort)} == {m.request_id for m in coordinator.of(Submit)}
 
 
+def test_prompts_follow_answers_that_end_and_each_end_is_told_once():
+    told: list[str] = []
+
+    def following(ended: list[Answer]) -> list[Prompt]:
+        told.extend(answer.text or "error" for answer in ended)
+        return [Prompt(prompt=f"{answer.text}x") for answer in ended if len(answer.text) < 6 and answer.text]
+
+    def picky(message: Message, send: Send) -> None:
+        if message.prompt == "no":
+            send(Failed(message.request_id, "user", "request", "top_k is -1", node="n1"))
+        elif message.prompt == "a.x" and len(asked) < 2:
+            asked.append(message)
+            send(Refused("not_ready", "waiting for n2 absent", 0.0, message.request_id))
+        else:
+            answer_each(message, send)
+
+    asked: list[Message] = []
+    unsendable = Prompt(prompt="\ud800")
+    with played(picky) as (_, client):
+        prompts = [Prompt(prompt="a"), Prompt(prompt="no"), unsendable, Prompt(prompt="b")]
+        answers = client.run(prompts, wait_ready_s=30, on_ended=following)
+    assert [answer.prompt for answer in answers[:4]] == prompts
+    assert sorted(answer.text for answer in answers[4:]) == ["a.x.", "a.x.x.", "b.x.", "b.x.x."]
+    assert sorted(told) == sorted(answer.text or "error" for answer in answers) and len(asked) == 2
+
+
+def test_who_cannot_keep_an_answer_ends_the_run_and_what_runs_is_called_off():
+    def first_only(message: Message, send: Send) -> None:
+        if isinstance(message, Submit) and message.prompt == "first":
+            answer_each(message, send)
+
+    def full_disk(ended: list[Answer]) -> list[Prompt]:
+        raise ClusterError("no space left")
+
+    with played(first_only) as (coordinator, client):
+        prompts = [Prompt(prompt="first"), Prompt(prompt="second")]
+        with pytest.raises(ClusterError, match="no space left"):
+            client.run(prompts, wait_ready_s=1, on_ended=full_disk)
+        [abort] = coordinator.wait_for(Abort)
+        [second] = [submit for submit in coordinator.of(Submit) if submit.prompt == "second"]
+    assert abort.request_id == second.request_id
+
+
 def test_a_coordinator_that_goes_away_for_good_ends_the_run():
     def leave(message: Message, send: Send) -> None:
         coordinator.is_stopping = True

@@ -21,22 +21,31 @@ class Stopped(BaseException):
 
 
 class Doubling:
-    """A client whose answer to a prompt is its ids twice; it is killed before a certain batch."""
+    """A client whose answer to a prompt is its ids twice; answers end so many together, and it is killed before some do."""
 
-    def __init__(self, clock: ManualClock, killed_at: int = 10**6) -> None:
-        self.clock, self.killed_at, self.asked = clock, killed_at, []
+    def __init__(self, clock: ManualClock, killed_at: int = 10**6, together: int = 10**6) -> None:
+        self.clock, self.killed_at, self.together = clock, killed_at, together
+        self.asked, self.num_ended = [], 0
 
-    def run(self, prompts, *, wait_ready_s):
-        if prompts[0].prompt is not None:
+    def run(self, prompts, *, wait_ready_s, on_ended=lambda ended: ()):
+        if prompts and prompts[0].prompt is not None:
             return self.probed(prompts)
-        if len(self.asked) == self.killed_at:
-            raise Stopped
-        self.asked.append([prompt.prompt_ids for prompt in prompts])
-        self.clock.advance(0.5)
-        return [
-            Answer("r", prompt, 0.0, token_ids=prompt.prompt_ids * 2, finished=Finished("r", "length"))
-            for prompt in prompts
-        ]
+        answers, running = [], list(prompts)
+        self.asked += [[prompt.prompt_ids for prompt in prompts]] * bool(prompts)
+        while running:
+            if self.num_ended >= self.killed_at:
+                raise Stopped
+            ended = [self.answered(prompt) for prompt in running[: self.together]]
+            self.num_ended += 1
+            self.clock.advance(0.5)
+            running, answers = running[self.together :], answers + ended
+            more = on_ended(ended)
+            running += more
+            self.asked += [[prompt.prompt_ids for prompt in more]] * bool(more)
+        return answers
+
+    def answered(self, prompt):
+        return Answer("r", prompt, 0.0, token_ids=prompt.prompt_ids * 2, finished=Finished("r", "length"))
 
     def probed(self, prompts):
         """What is only measured: a step takes longer with more prompts and at a higher K."""
@@ -49,15 +58,30 @@ class Doubling:
         ]
 
 
-def attempt(folder, tiers, killed_at=10**6, capacity=3):
+def attempt(folder, tiers, killed_at=10**6, capacity=3, together=10**6):
+    """Which prompts were answered, in the order in which they were asked."""
     clock = ManualClock()
-    client = Doubling(clock, killed_at)
+    client = Doubling(clock, killed_at, together)
     prompts = [Prompt(prompt_ids=[index]) for index in range(len(tiers))]
     try:
         run_offline(client, prompts, tiers, folder / "out.jsonl", clock, capacity=capacity, full_tier=FULL)
     except Stopped:
         pass
-    return [ids[0] for batch in client.asked for ids in batch]
+    asked = [ids[0] for batch in client.asked for ids in batch]
+    return [place for place in asked if place in kept(folder)]
+
+
+def kept(folder):
+    """Answers that are on disk, by place."""
+    out, journal = folder / "out.jsonl", folder / "out.jsonl.part"
+    lines = (
+        out.read_text().splitlines()
+        if out.exists()
+        else journal.read_text().splitlines()[1:]
+        if journal.exists()
+        else []
+    )
+    return {json.loads(line)["index"] for line in lines}
 
 
 def written(folder):
@@ -68,15 +92,18 @@ def written(folder):
     st.lists(st.sampled_from([4, 8, 16]), min_size=1, max_size=14),
     st.lists(st.integers(0, 3), max_size=4),
     st.integers(0, 9),
+    st.integers(1, 4),
 )
 @settings(max_examples=25, deadline=None)
 def test_however_often_it_is_killed_every_prompt_is_answered_once_and_in_order(
-    tmp_path_factory, tiers, kills, cut
+    tmp_path_factory, tiers, kills, cut, together
 ):
     folder = tmp_path_factory.mktemp("batch")
-    asked = []
+    before = set()
     for killed_at in kills:
-        asked += attempt(folder, tiers, killed_at)
+        attempt(folder, tiers, killed_at, together=together)
+        assert before <= kept(folder), "what was answered is not asked again"
+        before = kept(folder)
         if (folder / "out.jsonl").exists():
             break
         journal = folder / "out.jsonl.part"
@@ -84,9 +111,8 @@ def test_however_often_it_is_killed_every_prompt_is_answered_once_and_in_order(
             with journal.open("ab") as file:
                 file.write(b'{"index": 0, "token'[:cut])
     if not (folder / "out.jsonl").exists():
-        asked += attempt(folder, tiers)
+        attempt(folder, tiers, together=together)
     assert written(folder) == [[index, index] for index in range(len(tiers))]
-    assert sorted(asked) == list(range(len(tiers)))
     assert not (folder / "out.jsonl.part").exists()
 
 
@@ -119,12 +145,11 @@ def test_prompts_that_failed_are_no_answers_and_are_asked_again(tmp_path):
     class Failing(Doubling):
         kind = "cluster"
 
-        def run(self, prompts, *, wait_ready_s):
-            answers = super().run(prompts, wait_ready_s=wait_ready_s)
-            for answer in answers:
-                if answer.prompt.prompt_ids == [1]:
-                    answer.failed = Failed("r", self.kind, "node_lost", "gone")
-            return answers
+        def answered(self, prompt):
+            answer = super().answered(prompt)
+            if prompt.prompt_ids == [1]:
+                answer.failed = Failed("r", self.kind, "node_lost", "gone")
+            return answer
 
     clock, out = ManualClock(), tmp_path / "out"
     failed = run_offline(Failing(clock), PROMPTS, [FULL] * 3, out, clock, capacity=3)
@@ -156,14 +181,19 @@ def test_times_are_measured_before_tiers_are_merged_by_them():
 
 
 def test_what_is_said_names_k_only_where_experts_are_split(tmp_path):
-    for full, words in ((FULL, "2 at up to K 16 in"), (0, "2 in 0.5 s")):
-        said, clock = [], ManualClock()
-        prompts = [Prompt(prompt_ids=[index]) for index in range(2)]
-        out = tmp_path / f"{full}.jsonl"
+    """Whenever another tier runs, and at the end."""
+
+    def said(full_tier, tiers):
+        lines, clock, out = [], ManualClock(), tmp_path / str(full_tier)
         client = Doubling(clock)
-        run_offline(client, prompts, [FULL] * 2, out, clock, capacity=4, full_tier=full, say=said.append)
-        assert words in said[-1]
-        assert len(said) == 1, "one tier is never merged, so nothing is measured"
+        run_offline(client, PROMPTS, tiers, out, clock, capacity=1, full_tier=full_tier, say=lines.append)
+        return lines
+
+    assert said(0, [1, 1, 1]) == ["3 of 3 prompts; 4 tokens/s so far"], "one tier: nothing is measured"
+    assert said(FULL, [FULL, 8, 8])[1:] == [
+        "2 of 3 prompts; 1 runs at up to K 16; 4 tokens/s so far",
+        "3 of 3 prompts; 4 tokens/s so far",
+    ]
 
 
 def test_a_cluster_that_answers_no_probe_still_answers_each_tier_by_itself(tmp_path):

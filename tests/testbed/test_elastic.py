@@ -22,7 +22,8 @@ def test_times_and_ways_are_measured_and_written(tmp_path):
     assert [row["of_full"] for row in times if row["K"] == bench.full] == [1.0, 1.0]
     tiers = elastic.mixed_tiers(6, bench.full, 4)
     assert sorted(tiers) == [6, 6, 16, 16]
-    ways = elastic.offline_rows(bench, tiers, 2, times, rounds=1)
+    uneven = elastic.Bench(checkpoint, parts, 2, elastic.Load(uneven=True))
+    ways = elastic.offline_rows(uneven, tiers, 2, times, rounds=1)
     assert ways[0]["way"] == "full tier" and len(ways) == 4
     elastic.write_rows(tmp_path, "time", times)
     with (tmp_path / "time.csv").open() as file:
