@@ -8,6 +8,7 @@ A section is whole or absent, whenever its writer is stopped: files are written 
 """
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import safetensors.torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -25,6 +28,7 @@ KIND = "edge-runtime calibration"
 FORMAT_VERSION = 1
 INDEX_FILE = "artifact.json"
 FOLDER_NAME = "calibration"
+MADE_BY = "edge-runtime calibrate"
 MAX_INDEX_BYTES = 16 << 20
 _SECTION_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -128,6 +132,57 @@ class Artifact:
                 f"found {', '.join(sorted(tensors)) or 'none'}; run `edge-runtime calibrate` again"
             )
         return tensors[name]
+
+    def numbers(
+        self,
+        section: str,
+        name: str,
+        shape: tuple[int | None, ...],
+        *,
+        least: float = -math.inf,
+        may_be_unknown: bool = False,
+        made_by: str = MADE_BY,
+    ) -> NDArray[np.float64]:
+        """One tensor of a section as float64, once it is what it has to be.
+
+        shape           length of each axis; None for any but 0
+        least           no number is below
+        may_be_unknown  numbers may be NaN or infinite, which stands for what was not measured
+        made_by         the command that measures it
+        """
+        found = self.tensor(section, name).double().numpy()
+        where = f"calibration artifact {self.folder}: tensor {name} of section {section}"
+        fits = len(found.shape) == len(shape) and all(
+            have == want if want is not None else have > 0
+            for have, want in zip(found.shape, shape, strict=True)
+        )
+        if not fits:
+            told = ", ".join("any" if want is None else str(want) for want in shape)
+            raise ArtifactError(
+                f"{where} has the shape {list(found.shape)}, expected [{told}]; run `{made_by}` again"
+            )
+        is_known = np.isfinite(found)
+        if not may_be_unknown and not is_known.all():
+            raise ArtifactError(
+                f"{where} has {int((~is_known).sum())} numbers of {found.size} that are not finite; run "
+                f"`{made_by}` again"
+            )
+        lowest = float(found[is_known].min(initial=math.inf))
+        if lowest < least:
+            raise ArtifactError(
+                f"{where} has a {lowest:g}, expected at least {least:g}; run `{made_by}` again"
+            )
+        return found
+
+    def whole_number(self, section: str, key: str, *, made_by: str = MADE_BY) -> int:
+        """A number of at least 1 that is said beside a section's tensors."""
+        found = self.meta(section).get(key)
+        if type(found) is not int or found < 1:
+            raise ArtifactError(
+                f"calibration artifact {self.folder}: section {section} says {key} = {found!r}, expected a whole number of "
+                f"at least 1; run `{made_by}` again"
+            )
+        return found
 
     def _section(self, name: str) -> Section:
         if name not in self.index.sections:

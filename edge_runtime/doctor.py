@@ -177,7 +177,12 @@ def _model(cluster: Cluster) -> Finding:
     try:
         checkpoint, _ = open_whole(folder)
         parts = footprint(checkpoint, context_tokens=cluster.context_tokens)
-        traits = find_traits(located(cluster, checkpoint), checkpoint.model_hash)
+        traits = find_traits(
+            located(cluster, checkpoint),
+            checkpoint.model_hash,
+            layers=parts.moe_layers,
+            experts=parts.experts_per_layer,
+        )
         placement = plan_placement(cluster, parts, traits=traits)
     except (EdgeError, TopologyError, OSError) as error:
         return Finding("model", False, str(error))

@@ -61,6 +61,7 @@ def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bo
         return
     from edge_runtime.coordinator.learned_routes import find_learned, sizes_of
     from edge_runtime.coordinator.routes import homes_of
+    from edge_runtime.node.share import sub_experts_by
     from edge_runtime.tables import plan_body, plan_table
     from edge_runtime.weights.locate import check_model, located
     from topology.placement import plan_placement
@@ -69,6 +70,7 @@ def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bo
     checkpoint = check_model(cluster, say)
     parts = sizes_of(located(cluster, checkpoint), checkpoint)
     traits, routes = find_learned(located(cluster, checkpoint), parts, checkpoint.model_hash)
+    sub_experts_by(located(cluster, checkpoint), checkpoint)  # what a node would refuse is refused here
     traits, traffic = routes.joint(homes_of(cluster), traits)
     cores = {node.name: float(os.cpu_count() or 1) for node in cluster.nodes if is_loopback(node.address)}
     placement = plan_placement(cluster, parts, cores=cores, traits=traits, traffic=traffic)
@@ -81,6 +83,7 @@ def _plan_between(old: Path, file: Path) -> "Planned":
     from edge_runtime.coordinator.deploy import Plan, plan_for
     from edge_runtime.coordinator.learned_routes import find_learned, sizes_of
     from edge_runtime.coordinator.preview import preview_of
+    from edge_runtime.node.share import sub_experts_by
     from edge_runtime.weights.locate import check_model, located
 
     before, after = read_cluster(old), read_cluster(file)
@@ -89,6 +92,7 @@ def _plan_between(old: Path, file: Path) -> "Planned":
     traits, routes = find_learned(located(before, checkpoint), parts, checkpoint.model_hash)
     placement = plan_for(before, parts, before.node_names, traits=traits, joint=routes.joint)
     traits, routes = find_learned(located(after, checkpoint), parts, checkpoint.model_hash)
+    sub_experts_by(located(after, checkpoint), checkpoint)
     placed = plan_for(
         after, parts, after.node_names, placement, placement.epoch + 1, traits, joint=routes.joint
     )

@@ -7,7 +7,7 @@ from edge_runtime.elastic.sub_experts import gate_neurons_of, read_elasticity
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.footprint import footprint
 from edge_runtime.routing.fit import SECTION, SignatureFit, read_fit
-from edge_runtime.selector.learned import find_artifact, read_traits
+from edge_runtime.selector.learned import find_artifact, read_losses, read_traits
 from topology.cluster import Cluster
 from topology.costs import ModelFootprint
 from topology.traits import ExpertTraits
@@ -21,7 +21,9 @@ def sizes_of(cluster: Cluster, checkpoint: Checkpoint) -> ModelFootprint:
         checkpoint,
         context_tokens=cluster.context_tokens,
         gate_neurons=0 if is_linear else gate_neurons_of(artifact),
-        gate_rows=int(artifact.meta("partition")["num_parts"]) if is_linear and artifact is not None else 0,
+        gate_rows=artifact.whole_number("partition", "num_parts")
+        if is_linear and artifact is not None
+        else 0,
     )
 
 
@@ -33,7 +35,10 @@ class Learned(NamedTuple):
 
 
 def find_learned(cluster: Cluster, sizes: ModelFootprint, model_hash: str, *, seed: int = 0) -> Learned:
-    """Traits and router of a cluster. ArtifactError for a damaged artifact, or a policy that needs one that is not there."""
+    """Traits and router of a cluster. ArtifactError for a damaged artifact, or a policy that needs one that is not there.
+
+    Also for what only selectors read: a file whose homes would end with that is told before it is started.
+    """
     artifact = find_artifact(cluster, model_hash)
     fit: SignatureFit | None = None
     if artifact is not None and artifact.has(SECTION):
@@ -47,6 +52,10 @@ def find_learned(cluster: Cluster, sizes: ModelFootprint, model_hash: str, *, se
             experts=sizes.experts_per_layer,
             decode_counts=counts.numpy() if counts is not None else None,
         )
-    traits = read_traits(artifact) if artifact is not None else None
+    traits = None
+    if artifact is not None:
+        traits = read_traits(artifact, layers=sizes.moe_layers, experts=sizes.experts_per_layer)
+        if traits is not None:
+            read_losses(artifact)
     elasticity = read_elasticity(artifact, sizes.top_k) if cluster.sub_experts else None
     return Learned(traits, Routes(cluster, sizes, fit, seed=seed, elasticity=elasticity))

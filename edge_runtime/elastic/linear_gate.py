@@ -22,21 +22,19 @@ from edge_runtime.model.spec import GateSpec, ModelSpec
 from kernels import ops
 from kernels.ops import LinearWeight
 
-SECTION = "linear_gate"
+SECTION, MADE_BY = "linear_gate", "edge-runtime calibrate gate"
 
 
 def read_linear_gate(artifact: Artifact, spec: ModelSpec, num_parts: int) -> dict[int, LinearRows] | None:
     """The tuned rows by layer; None if the gate was never tuned. ArtifactError for rows of another model or partition."""
     if not artifact.has(SECTION):
         return None
-    tensors, E = artifact.tensors(SECTION), max(layer.gate.num_experts for layer in spec.layers if layer.gate)
-    weight, bias = tensors["weight"], tensors.get("bias")
-    wanted = (len(spec.moe_layers), E * num_parts, spec.width)
-    if tuple(weight.shape) != wanted or (bias is not None and tuple(bias.shape) != wanted[:2]):
-        raise ArtifactError(
-            f"calibration artifact {artifact.folder}: linear_gate is of {list(weight.shape)}, expected {list(wanted)}, a "
-            "row for every sub-expert; run `edge-runtime calibrate gate`"
-        )
+    E = max(layer.gate.num_experts for layer in spec.layers if layer.gate)
+    shape = (len(spec.moe_layers), E * num_parts, spec.width)  # a row for every sub-expert
+    weight = torch.from_numpy(artifact.numbers(SECTION, "weight", shape, made_by=MADE_BY))
+    bias = None
+    if "bias" in artifact.tensors(SECTION):
+        bias = torch.from_numpy(artifact.numbers(SECTION, "bias", shape[:2], made_by=MADE_BY))
     return {
         layer: (weight[i].float(), None if bias is None else bias[i].float())
         for i, layer in enumerate(spec.moe_layers)

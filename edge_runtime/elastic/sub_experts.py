@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from edge_runtime.errors import ArtifactError
 from edge_runtime.model.spec import ModelSpec
 
 TIER_LOSSES = "tier_losses"
+PRISM, TIERS = "edge-runtime calibrate prism", "edge-runtime calibrate tiers"
 
 
 LinearRows = tuple[Tensor, Tensor | None]
@@ -83,30 +85,31 @@ def read_elasticity(artifact: Artifact | None, top_k: int) -> Elasticity | None:
     """How far a model of `top_k` experts per token can be cut down; None if its experts were never split."""
     if artifact is None or not top_k or not artifact.has("partition"):
         return None
-    return Elasticity(int(artifact.meta("partition")["num_parts"]), top_k)
+    return Elasticity(artifact.whole_number("partition", "num_parts", made_by=PRISM), top_k)
 
 
 def gate_neurons_of(artifact: Artifact | None) -> int:
     """Gate neurons of an expert, N * r; 0 if the artifact has none."""
     if artifact is None or not (artifact.has("partition") and artifact.has("proxy_gate")):
         return 0
-    return int(artifact.meta("partition")["num_parts"]) * int(artifact.meta("proxy_gate")["gate_neurons"])
+    num_parts = artifact.whole_number("partition", "num_parts", made_by=PRISM)
+    return num_parts * artifact.whole_number("proxy_gate", "gate_neurons", made_by=PRISM)
 
 
 def read_sub_experts(artifact: Artifact, spec: ModelSpec) -> SubExperts | None:
     """What the artifact has; None if its experts were never split. ArtifactError for what does not fit the model."""
     if not artifact.has("partition"):
         return None
-    meta, gate_meta = artifact.meta("partition"), artifact.meta("proxy_gate")
-    num_parts, gate_neurons = int(meta["num_parts"]), int(gate_meta["gate_neurons"])
+    num_parts = artifact.whole_number("partition", "num_parts", made_by=PRISM)
+    gate_neurons = artifact.whole_number("proxy_gate", "gate_neurons", made_by=PRISM)
+    described = artifact.meta("partition").get("layers")
     permutation = artifact.tensor("partition", "permutation").long()
-    slopes, offsets = (artifact.tensor("proxy_gate", name).float() for name in ("slopes", "offsets"))
     gates = [layer.gate for layer in spec.layers if layer.gate is not None]
     E, F = gates[0].num_experts, spec.layers[spec.moe_layers[0]].ffn.width
     shape = (len(gates), E, F)
-    if tuple(permutation.shape) != shape or F % num_parts or list(meta["layers"]) != list(spec.moe_layers):
+    if tuple(permutation.shape) != shape or F % num_parts or described != list(spec.moe_layers):
         raise ArtifactError(
-            f"calibration artifact {artifact.folder}: partition of layers {meta['layers']} is "
+            f"calibration artifact {artifact.folder}: partition of layers {described} is "
             f"{list(permutation.shape)} in {num_parts} parts, expected {list(shape)} of layers "
             f"{list(spec.moe_layers)}; run `edge-runtime calibrate prism`"
         )
@@ -116,15 +119,14 @@ def read_sub_experts(artifact: Artifact, spec: ModelSpec) -> SubExperts | None:
             f"run `edge-runtime calibrate prism`"
         )
     wanted = (len(gates), E, num_parts)
-    if (
-        tuple(slopes.shape) != wanted
-        or tuple(offsets.shape) != wanted
-        or not 1 <= gate_neurons <= F // num_parts
-    ):
+    slopes, offsets = (
+        torch.from_numpy(artifact.numbers("proxy_gate", name, wanted, made_by=PRISM)).float()
+        for name in ("slopes", "offsets")
+    )
+    if gate_neurons > F // num_parts:
         raise ArtifactError(
-            f"calibration artifact {artifact.folder}: proxy_gate has slopes {list(slopes.shape)} and "
-            f"{gate_neurons} gate neurons, expected {list(wanted)} and 1 to {F // num_parts}; "
-            f"run `edge-runtime calibrate prism`"
+            f"calibration artifact {artifact.folder}: proxy_gate has {gate_neurons} gate neurons in a slice, expected 1 to "
+            f"{F // num_parts}; run `edge-runtime calibrate prism`"
         )
     layers = {
         layer: LayerParts(permutation[i], slopes[i], offsets[i]) for i, layer in enumerate(spec.moe_layers)
@@ -151,16 +153,16 @@ def _drop_losses(
     name, power = ("quadratic", 2.0) if "quadratic" in measured else ("sensitivity", 1.0)
     if name not in measured:
         return {}, 1.0, None
-    sensitivity = measured[name].float().flatten().clamp(min=0).tolist()
+    num_layers = len(spec.moe_layers)
+    sensitivity = np.maximum(artifact.numbers("sensitivity", name, (num_layers,)), 0.0).tolist()
     if not artifact.has(TIER_LOSSES) or power != 2.0:
-        return dict(zip(spec.moe_layers, sensitivity, strict=False)), power, None
-    square, deviation = (artifact.tensor(TIER_LOSSES, part).float() for part in ("square", "deviation"))
-    wanted = (len(spec.moe_layers), full)
-    if square.shape != wanted or deviation.shape != wanted:
-        raise ArtifactError(
-            f"calibration artifact {artifact.folder}: tier_losses is of {list(square.shape)} and "
-            f"{list(deviation.shape)}, expected {list(wanted)}; run `edge-runtime calibrate tiers`"
-        )
+        return dict(zip(spec.moe_layers, sensitivity, strict=True)), power, None
+    square, deviation = (
+        torch.from_numpy(
+            artifact.numbers(TIER_LOSSES, part, (num_layers, full), least=0.0, made_by=TIERS)
+        ).float()
+        for part in ("square", "deviation")
+    )
     worth = deviation.sum(1) / square.sum(1).clamp(min=torch.finfo(torch.float32).tiny)
     losses = deviation * torch.tensor(sensitivity)[:, None]
     return (

@@ -124,7 +124,7 @@ class NodeDaemon:
         self._node = node
         self._checkpoint = checkpoint
         self._tokenizer = tokenizer_of(checkpoint)
-        self._learned = learned_by(cluster, node, checkpoint.model_hash)
+        self._learned = learned_by(cluster, node, checkpoint)
         self._keys = keys
         self._clock = clock
         self._parts = sub_experts_by(cluster, checkpoint)

@@ -172,14 +172,17 @@ class LoadedShare:
                 part.close()
 
 
-def learned_by(cluster: Cluster, node: Node, model_hash: str) -> Learned | None:
+def learned_by(cluster: Cluster, node: Node, checkpoint: Checkpoint) -> Learned | None:
     """What a node with a trunk knows from the calibration artifact; None where there is none, or it lacks what it takes.
 
     Raises ArtifactError for the artifact of another model, or one that is damaged.
     """
-    artifact = find_artifact(cluster, model_hash) if node.holds_trunk else None
-    traits = read_traits(artifact) if artifact is not None else None
-    losses = read_losses(artifact) if artifact is not None else None
+    artifact = find_artifact(cluster, checkpoint.model_hash) if node.holds_trunk else None
+    if artifact is None:
+        return None
+    spec = checkpoint.spec
+    traits = read_traits(artifact, layers=spec.moe_layers, experts=num_experts(spec))
+    losses = read_losses(artifact) if traits is not None else None
     if traits is None or losses is None:
         return None
     links = {peer.name: cluster.link(node.name, peer.name) for peer in cluster.nodes}

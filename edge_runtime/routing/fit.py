@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from edge_runtime.errors import ArtifactError
-from edge_runtime.routing.clusters import Clusters, Labels, assign_to_homes, demand_by_cluster, fit_clusters
+from edge_runtime.routing.clusters import (
+    Clusters,
+    Labels,
+    assign_to_homes,
+    demand_by_cluster,
+    fit_clusters,
+    refuse_useless,
+)
 from edge_runtime.routing.locality_band import BandRule, LocalityBand
 from edge_runtime.routing.signature import Floats, SignatureRule, unit_rows
 
@@ -106,16 +113,28 @@ def read_fit(
         raise ArtifactError(
             f"section {SECTION} lacks {', '.join(sorted(missing))}; run `edge-runtime calibrate` again"
         )
+    for name in ("layer_mask", "labels", "requests"):
+        if tensors[name].dtype.kind not in "iu" or tensors[name].ndim != 1:
+            raise _unfit(f"{name} is {_shape_of(tensors[name])}, expected a row of whole numbers")
+    for name in ("idf", "signatures", "centroids"):
+        if tensors[name].dtype.kind != "f" or tensors[name].ndim != 2:
+            raise _unfit(f"{name} is {_shape_of(tensors[name])}, expected a table of floating-point numbers")
+        if not np.isfinite(tensors[name]).all():
+            raise _unfit(f"{name} has numbers that are not finite")
     idf = np.asarray(tensors["idf"], dtype=np.float32)
     if idf.shape != (layers, experts):
         raise ArtifactError(
             f"section {SECTION} was fitted for {list(idf.shape)} MoE layers and experts, this model has "
             f"[{layers}, {experts}]; run `edge-runtime calibrate` on this model"
         )
+    if idf.min() < 0:
+        raise _unfit(f"idf has a {idf.min():g}, expected at least 0")
     try:
         rule = SignatureRule(tuple(int(layer) for layer in tensors["layer_mask"]), idf)
     except ValueError as error:
-        raise ArtifactError(f"section {SECTION}: {error}; run `edge-runtime calibrate` again") from error
+        raise _unfit(str(error)) from error
+    if not idf[list(rule.layers)].any():
+        raise _unfit("idf is 0 in every layer that counts, so no choice of an expert says anything")
     signatures = unit_rows(tensors["signatures"])
     centroids = np.asarray(tensors["centroids"], dtype=np.float32)
     labels = np.asarray(tensors["labels"], dtype=np.intp)
@@ -123,10 +142,7 @@ def read_fit(
     counts = None
     if decode_counts is not None:
         if len(requests) and not 0 <= requests.min() <= requests.max() < len(decode_counts):
-            raise ArtifactError(
-                f"section {SECTION} names request {requests.max()} of {len(decode_counts)}; "
-                "run `edge-runtime calibrate` again"
-            )
+            raise _unfit(f"requests {requests.min()} to {requests.max()} are named of {len(decode_counts)}")
         counts = decode_counts[requests]
     shapes = {
         "signatures": (signatures.shape, (len(labels), rule.dim)),
@@ -136,12 +152,22 @@ def read_fit(
     }
     for name, (found, expected) in shapes.items():
         if found != expected and not (name == "decode_counts" and counts is None):
-            raise ArtifactError(
-                f"section {SECTION}: {name} is {list(found)}, expected {list(expected)}; run `edge-runtime calibrate` again"
-            )
+            raise _unfit(f"{name} is {list(found)}, expected {list(expected)}")
+    if counts is not None and (counts.dtype.kind not in "iu" or counts.min(initial=0) < 0):
+        raise _unfit(f"decode_counts has a {counts.min():g}, expected whole numbers of at least 0")
     if not len(centroids) or not (0 <= labels.min(initial=0) <= labels.max(initial=0) < len(centroids)):
-        raise ArtifactError(
-            f"section {SECTION}: labels outside its {len(centroids)} clusters; run `edge-runtime calibrate` again"
-        )
-    fitted = Clusters(unit_rows(centroids), labels, int(meta.get("rounds", 0)))
+        raise _unfit(f"labels outside its {len(centroids)} clusters")
+    if not centroids.any(axis=1).all():
+        raise _unfit(f"centroids is 0 in row {int(centroids.any(axis=1).argmin())}")
+    refuse_useless(signatures, len(centroids))
+    rounds = meta.get("rounds", 0)
+    fitted = Clusters(unit_rows(centroids), labels, rounds if type(rounds) is int else 0)
     return SignatureFit(rule, signatures, counts, fitted)
+
+
+def _unfit(why: str) -> ArtifactError:
+    return ArtifactError(f"section {SECTION}: {why}; run `edge-runtime calibrate` again")
+
+
+def _shape_of(found: np.ndarray) -> str:
+    return f"{found.dtype} {list(found.shape)}"

@@ -30,7 +30,8 @@ class SignatureRule:
 
     def __post_init__(self) -> None:
         L = len(self.weights)
-        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[-1] >= L:
+        ascend = list(self.layers) == sorted(set(self.layers))
+        if not self.layers or not ascend or self.layers[0] < 0 or self.layers[-1] >= L:
             raise ValueError(f"layers {self.layers} are not ascending places among {L} MoE layers")
         object.__setattr__(self, "_chosen", self.weights[list(self.layers)])
 

@@ -3,6 +3,7 @@
 Groups are made here and nowhere else, so that planner and nodes mean the same ones.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,62 +91,71 @@ def find_artifact(cluster: Cluster, model_hash: str) -> Artifact | None:
     return Artifact.open(beside, model_hash=model_hash) if beside.is_dir() else None
 
 
-def find_traits(cluster: Cluster, model_hash: str) -> ExpertTraits | None:
+def find_traits(
+    cluster: Cluster, model_hash: str, *, layers: Sequence[int] | None = None, experts: int | None = None
+) -> ExpertTraits | None:
     """What calibration found of the experts of a cluster's model; None where there is no artifact, or it lacks that."""
     artifact = find_artifact(cluster, model_hash)
-    return read_traits(artifact) if artifact is not None else None
+    return read_traits(artifact, layers=layers, experts=experts) if artifact is not None else None
 
 
-def read_traits(artifact: Artifact) -> ExpertTraits | None:
-    """Frequencies and groups; None if the artifact lacks a section for them."""
+def read_traits(
+    artifact: Artifact, *, layers: Sequence[int] | None = None, experts: int | None = None
+) -> ExpertTraits | None:
+    """Frequencies and groups; None if the artifact lacks a section for them.
+
+    layers, experts  numbers of the model's MoE layers, and experts of each; None: whatever the artifact says
+    """
     if not (artifact.has(FREQUENCY) and artifact.has(SIMILARITY)):
         return None
-    counted = artifact.tensors(FREQUENCY)
-    similarity = artifact.tensor(SIMILARITY, "centred").double().numpy()
-    overall = shares(artifact.tensor(FREQUENCY, "overall").double().numpy())
-    by_domain = counted.get("by_domain")
-    _check_shape(artifact, SIMILARITY, similarity, (*overall.shape, overall.shape[1]))
-    groups = group_experts(similarity, overall, thresholds=quantile_thresholds(similarity))
-    clusters = None if by_domain is None else shares(by_domain.double().numpy())
-    return ExpertTraits(layers_of(artifact), overall, similarity, groups, clusters)
+    described = layers_of(artifact, layers)
+    overall = artifact.numbers(FREQUENCY, "overall", (len(described), experts), least=0.0)
+    shape = overall.shape
+    similarity = artifact.numbers(SIMILARITY, "centred", (*shape, shape[1]))
+    clusters = None
+    if "by_domain" in artifact.tensors(FREQUENCY):
+        clusters = shares(artifact.numbers(FREQUENCY, "by_domain", (None, *shape), least=0.0))
+    frequency = shares(overall)
+    groups = group_experts(similarity, frequency, thresholds=quantile_thresholds(similarity))
+    return ExpertTraits(described, frequency, similarity, groups, clusters)
 
 
 def read_losses(artifact: Artifact) -> Losses | None:
     """What a selector needs beside the groups; None if the artifact lacks a section for it."""
     if not (artifact.has(MISMATCH) and artifact.has(SENSITIVITY)):
         return None
-    mismatch = artifact.tensor(MISMATCH, "mismatch").float().numpy()
-    squares = artifact.tensors(SENSITIVITY).get("quadratic")
-    power = 1.0 if squares is None else 2.0
-    sensitivity = (
-        artifact.tensor(SENSITIVITY, "sensitivity" if squares is None else "quadratic").float().numpy()
-    )
-    num_rows, num_experts = mismatch.shape[:2]
-    _check_shape(artifact, MISMATCH, mismatch, (num_rows, num_experts, num_experts))
-    _check_shape(artifact, SENSITIVITY, sensitivity, (num_rows,))
-    sensitivity = np.maximum(sensitivity, 0.0)
+    layers = layers_of(artifact)
+    num_rows, num_experts = len(layers), int(artifact.tensor(FREQUENCY, "overall").shape[-1])
+    pairs = (num_experts, num_experts)
+    mismatch = artifact.numbers(
+        MISMATCH, "mismatch", (num_rows, *pairs), least=0.0, may_be_unknown=True
+    ).astype(np.float32)
+    power = 2.0 if "quadratic" in artifact.tensors(SENSITIVITY) else 1.0
+    name = "quadratic" if power == 2.0 else "sensitivity"
+    sensitivity = np.maximum(artifact.numbers(SENSITIVITY, name, (num_rows,)), 0.0).astype(np.float32)
     coherence, late = (1.0 if power == 2.0 else 0.0), None
     if power == 2.0 and artifact.has(TOGETHER):
-        found = artifact.tensors(TOGETHER)
-        _check_shape(artifact, TOGETHER, found["late"].numpy(), (num_rows,))
-        alone, together = found["factors"].double().tolist()
+        late = np.sqrt(np.maximum(artifact.numbers(TOGETHER, "late", (num_rows,)), 0.0))
+        alone, together = artifact.numbers(TOGETHER, "factors", (2,), least=0.0).tolist()
+        if not alone:
+            raise ArtifactError(
+                f"calibration artifact {artifact.folder}: tensor factors of section {TOGETHER} says that stand-ins cost "
+                "nothing, expected more than 0; run `edge-runtime calibrate` again"
+            )
         sensitivity, coherence = sensitivity * alone * SAFETY, together / alone
-        late = np.sqrt(np.maximum(found["late"].double().numpy(), 0.0))
-    loss = sensitivity[:, None, None] * np.maximum(mismatch, 0.0) ** power
+    loss = sensitivity[:, None, None] * mismatch**power
     loss[~np.isfinite(loss)] = np.inf  # a pair that was never measured costs more than any budget
-    norm = artifact.tensors(MISMATCH).get("norm")
     left_out = None
-    if norm is not None:
-        lengths = np.nan_to_num(norm.double().numpy(), nan=HUGE, posinf=HUGE)
-        left_out = sensitivity[:, None] ** (1 / power) * lengths
+    if "norm" in artifact.tensors(MISMATCH):
+        norm = artifact.numbers(MISMATCH, "norm", (num_rows, num_experts), least=0.0, may_be_unknown=True)
+        lengths = np.nan_to_num(norm, nan=HUGE, posinf=HUGE)
+        left_out = sensitivity[:, None].astype(np.float64) ** (1 / power) * lengths
         late = None if late is None else late[:, None] * lengths
+    counts = np.zeros((num_rows - 1, *pairs))
     if artifact.has(TRANSITIONS):
-        counts = artifact.tensor(TRANSITIONS, "transitions").double().numpy()
-        _check_shape(artifact, TRANSITIONS, counts, (num_rows - 1, num_experts, num_experts))
-    else:
-        counts = np.zeros((num_rows - 1, num_experts, num_experts))
+        counts = artifact.numbers(TRANSITIONS, "transitions", (num_rows - 1, *pairs), least=0.0)
     return Losses.of(
-        layers_of(artifact),
+        layers,
         loss.astype(np.float32),
         shares(counts + 1.0),
         power,
@@ -155,20 +165,18 @@ def read_losses(artifact: Artifact) -> Losses | None:
     )
 
 
-def layers_of(artifact: Artifact) -> tuple[int, ...]:
-    """The model's layers that the rows of every section stand for."""
+def layers_of(artifact: Artifact, expected: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The model's layers that the rows of every section stand for; ArtifactError where they are not those expected."""
     layers = artifact.meta(FREQUENCY).get("layers")
-    if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise ArtifactError(
             f"calibration artifact {artifact.folder}: section {FREQUENCY} does not say which layers it describes; "
             "run `edge-runtime calibrate` again"
         )
-    return tuple(layers)
-
-
-def _check_shape(artifact: Artifact, section: str, found: NDArray, expected: tuple[int, ...]) -> None:
-    if found.shape != expected:
+    if not layers or layers != sorted(set(layers)) or (expected is not None and layers != list(expected)):
+        told = "ascending numbers" if expected is None else str(list(expected))
         raise ArtifactError(
-            f"calibration artifact {artifact.folder}: section {section} has the shape {list(found.shape)}, expected "
-            f"{list(expected)}; run `edge-runtime calibrate` again"
+            f"calibration artifact {artifact.folder}: section {FREQUENCY} describes the layers {layers}, expected {told}; "
+            "run `edge-runtime calibrate` again"
         )
+    return tuple(layers)

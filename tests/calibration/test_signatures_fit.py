@@ -126,11 +126,22 @@ def test_counts_that_tell_nothing_are_refused(prefill, decode, told):
     ("change", "told"),
     [
         ({"idf": np.ones((5, 12))}, r"fitted for \[5, 12\] .* this model has \[4, 12\]"),
+        ({"idf": np.full((4, 12), -1.0)}, "idf has a -1, expected at least 0"),
+        ({"idf": np.zeros((4, 12))}, "idf is 0 in every layer that counts"),
+        ({"idf": np.full((4, 12), np.nan)}, "idf has numbers that are not finite"),
+        ({"idf": np.ones(4)}, r"idf is float64 \[4\], expected a table of floating-point numbers"),
         ({"layer_mask": np.array([9])}, "not ascending places"),
+        ({"layer_mask": np.array([-1, 0])}, "not ascending places"),
+        ({"layer_mask": np.array([np.inf])}, "expected a row of whole numbers"),
         ({"centroids": np.ones((3, 7))}, r"centroids is \[3, 7\]"),
+        ({"centroids": np.full((3, 7), np.inf)}, "centroids has numbers that are not finite"),
+        ({"signatures": np.ones(60)}, "expected a table of floating-point numbers"),
+        ({"signatures": np.full((60, 48), np.nan)}, "signatures has numbers that are not finite"),
+        ({"labels": np.full(60, np.nan)}, "expected a row of whole numbers"),
+        ({"labels": np.full(60, -1)}, "labels outside its 3 clusters"),
         ({"labels": np.full(60, 5)}, "labels outside its 3 clusters"),
         ({"requests": np.arange(59)}, "requests is"),
-        ({"requests": np.full(60, 60)}, "names request 60 of 60"),
+        ({"requests": np.full(60, 60)}, "requests 60 to 60 are named of 60"),
         ({"signatures": None}, "lacks signatures"),
     ],
 )
@@ -140,6 +151,28 @@ def test_a_section_of_another_model_or_half_of_one_is_refused(change, told):
     with pytest.raises(ArtifactError, match=told):
         read_fit(changed, meta, layers=4, experts=12, decode_counts=recorded(60)[1])
     assert SECTION == "signature_fit"
+
+
+@pytest.mark.parametrize(("value", "told"), [(0.0, "are empty"), (1.0, "are the same")])
+def test_signatures_that_tell_nothing_are_refused_when_they_are_read(value, told):
+    tensors, meta = fit_section(*recorded(60)[:2], 3)
+    tensors["signatures"] = np.full_like(tensors["signatures"], value)
+    with pytest.raises(ArtifactError, match=told):
+        read_fit(tensors, meta, layers=4, experts=12)
+
+
+def test_a_centroid_of_zeros_is_refused_when_it_is_read():
+    tensors, meta = fit_section(*recorded(60)[:2], 3)
+    tensors["centroids"] = np.array(tensors["centroids"])
+    tensors["centroids"][1] = 0.0
+    with pytest.raises(ArtifactError, match="centroids is 0 in row 1"):
+        read_fit(tensors, meta, layers=4, experts=12)
+
+
+def test_counts_below_zero_are_refused():
+    tensors, meta = fit_section(*recorded(60)[:2], 3)
+    with pytest.raises(ArtifactError, match="decode_counts has a -1, expected whole numbers of at least 0"):
+        read_fit(tensors, meta, layers=4, experts=12, decode_counts=np.full((60, 4, 12), -1))
 
 
 def test_an_artifact_gets_its_fit_from_its_recorded_requests(tmp_path):

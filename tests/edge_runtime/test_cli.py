@@ -10,9 +10,12 @@ from typing import NamedTuple
 
 import click
 import pytest
+import torch
 
 from edge_runtime import cli
+from edge_runtime.artifacts import write_section
 from edge_runtime.commands import shared
+from edge_runtime.model.checkpoint import Checkpoint
 from tests.support.clusters import MODEL, write_topology
 from tests.support.tiny_models import (
     edit_config,
@@ -21,6 +24,7 @@ from tests.support.tiny_models import (
     write_tiny_qwen3_moe,
     write_tokenizer,
 )
+from tests.support.traits import write_artifact
 
 
 class Ended(NamedTuple):
@@ -384,6 +388,40 @@ def test_what_is_no_number_is_told_in_words_of_no_language_for_programs(
 ) -> None:
     ended = run(*arguments)
     assert ended.exit_code == 2 and said in ended.err and ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "tensors", "told"),
+    [
+        (
+            "frequency",
+            {"overall": torch.ones(2, 8)},
+            "tensor overall of section frequency has the shape [2, 8]",
+        ),
+        ("mismatch", {"mismatch": torch.ones(2, 6, 8)}, "tensor mismatch of section mismatch has the shape"),
+        ("sensitivity", {"sensitivity": torch.full((3,), torch.nan)}, "3 numbers of 3 that are not finite"),
+        ("signature_fit", {"idf": torch.ones(3, 8)}, "section signature_fit lacks centroids"),
+        ("partition", {"permutation": torch.zeros(1)}, "section partition says num_parts = None"),
+    ],
+)
+def test_plan_tells_what_a_coordinator_or_a_node_would_end_with(
+    run: Run, model: Path, tmp_path: Path, section: str, tensors: dict[str, torch.Tensor], told: str
+) -> None:
+    """A file of an artifact that is whole and says what cannot be; and one that is cut short."""
+    checkpoint = Checkpoint.open(model)
+    layers, experts = checkpoint.spec.moe_layers, 8
+    folder = write_artifact(model / "calibration", checkpoint.model_hash, layers, experts)
+    topology = write_topology(
+        tmp_path / "cluster", "two_nodes", model=model, placement='"similarity"', sub_experts="true"
+    )
+    meta = {"layers": list(layers)}
+    write_section(folder, section, tensors, meta, model_hash=checkpoint.model_hash)
+    ended = run("plan", "--topology", topology)
+    assert ended.exit_code == 2 and told in ended.err and ended.err.count("\n") == 1
+    path = folder / f"{section}.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    ended = run("plan", "--topology", topology)
+    assert ended.exit_code == 2 and "is truncated or foreign" in ended.err and ended.err.count("\n") == 1
 
 
 def test_what_needs_split_experts_says_so_where_there_is_no_artifact(run: Run, tmp_path: Path) -> None:

@@ -182,7 +182,9 @@ def test_who_cannot_be_served_by_it_is_told_in_a_sentence(tmp_path, plain, parts
     with pytest.raises(ArtifactError, match='gate = "linear", but .* has no section linear_gate'):
         with_linear_gate(parts, artifact, spec)
     write_section(tmp_path, "linear_gate", {"weight": torch.zeros(6, 32, 256)}, meta, model_hash=hash_)
-    with pytest.raises(ArtifactError, match=r"linear_gate is of \[6, 32, 256\], expected \[6, 128, 256\]"):
+    with pytest.raises(
+        ArtifactError, match=r"linear_gate has the shape \[6, 32, 256\], expected \[6, 128, 256\]"
+    ):
         with_linear_gate(parts, Artifact.open(tmp_path), spec)
     gemma = Checkpoint.open(write_variant("gemma4", "plain", tmp_path / "gemma4"))
     own = gemma.spec.layers[gemma.spec.moe_layers[0]].gate

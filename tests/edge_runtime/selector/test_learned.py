@@ -78,7 +78,9 @@ def test_the_artifact_of_another_model_is_refused_with_both_hashes(tmp_path):
 
 def test_tables_of_unequal_shapes_are_refused_and_absent_ones_are_nothing(artifact):
     write_section(artifact.folder, "mismatch", {"mismatch": torch.zeros(2, 6, 6)}, model_hash=HASH)
-    with pytest.raises(ArtifactError, match=r"section sensitivity has the shape \[3\], expected \[2\]"):
+    with pytest.raises(
+        ArtifactError, match=r"section mismatch has the shape \[2, 6, 6\], expected \[3, 6, 6\]"
+    ):
         read_losses(Artifact.open(artifact.folder))
     empty = artifact.folder / "empty"
     write_section(empty, "frequency", {"overall": torch.ones(3, 6)}, model_hash=HASH)
@@ -89,3 +91,75 @@ def test_a_pair_that_was_never_measured_costs_more_than_any_budget(artifact):
     mismatch = torch.full((3, 6, 6), float("nan"))
     write_section(artifact.folder, "mismatch", {"mismatch": mismatch}, model_hash=HASH)
     assert (read_losses(Artifact.open(artifact.folder)).loss == np.inf).all()
+
+
+def nan_at_first(table: torch.Tensor) -> torch.Tensor:
+    table = table.clone().float()
+    table.view(-1)[0] = float("nan")
+    return table
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "change", "told"),
+    [
+        ("frequency", "overall", lambda t: t[:-1], r"shape \[2, 6\], expected \[3, any\]"),
+        ("frequency", "overall", lambda t: t[:, :0], r"shape \[3, 0\], expected \[3, any\]"),
+        ("frequency", "overall", nan_at_first, "1 numbers of 18 that are not finite"),
+        ("frequency", "overall", lambda t: t - 1, "expected at least 0"),
+        ("frequency", "overall", None, "has no tensor overall"),
+        ("frequency", "by_domain", lambda t: t[..., 1:], r"expected \[any, 3, 6\]"),
+        ("similarity", "centred", lambda t: t.flatten(), r"shape \[108\], expected \[3, 6, 6\]"),
+        ("similarity", "centred", nan_at_first, "not finite"),
+        ("mismatch", "mismatch", lambda t: t[0], r"shape \[6, 6\], expected \[3, 6, 6\]"),
+        ("mismatch", "mismatch", lambda t: t - 9, "expected at least 0"),
+        ("mismatch", "norm", lambda t: torch.ones(2, 6), r"shape \[2, 6\], expected \[3, 6\]"),
+        ("sensitivity", "sensitivity", nan_at_first, "not finite"),
+        ("sensitivity", "quadratic", lambda t: torch.full((3,), float("inf")), "not finite"),
+        ("transitions", "transitions", lambda t: t[1:], r"shape \[1, 6, 6\], expected \[2, 6, 6\]"),
+        ("together", "late", None, "has no tensor late"),
+        ("together", "late", lambda t: t[:1], r"shape \[1\], expected \[3\]"),
+        ("together", "factors", lambda t: t[:1], r"shape \[1\], expected \[2\]"),
+        ("together", "factors", lambda t: 0 * t, "says that stand-ins cost nothing"),
+    ],
+)
+def test_tables_that_are_no_measurements_are_refused_with_section_and_tensor(
+    artifact, section, name, change, told
+):
+    """Whoever plans reads all of them, so that a file is told before its homes end with it."""
+    whole = {
+        "mismatch": artifact.tensors("mismatch") | {"norm": torch.ones(3, 6)},
+        "sensitivity": {"sensitivity": torch.ones(3), "quadratic": torch.ones(3)},
+        "together": {"factors": torch.tensor([1.2, 0.3]), "late": torch.ones(3)},
+    }
+    tensors = whole.get(section) or artifact.tensors(section)
+    if name == "sensitivity":
+        del tensors["quadratic"]  # which is read in its place
+    if change is None:
+        del tensors[name]
+    else:
+        tensors[name] = change(tensors[name]).contiguous()
+    for other in whole.keys() - {section}:
+        write_section(artifact.folder, other, whole[other], model_hash=HASH)
+    meta = artifact.meta(section) if artifact.has(section) else {}
+    write_section(artifact.folder, section, tensors, meta, model_hash=HASH)
+    with pytest.raises(ArtifactError, match=told) as refused:
+        broken = Artifact.open(artifact.folder)
+        read_traits(broken), read_losses(broken)
+    assert section in str(refused.value) and name in str(refused.value)
+    assert "edge-runtime calibrate" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "layers", [[0, 2, 4], [1, 3], [1, 3, 3], [4, 3, 1], [True, 3, 4], [], "1, 3, 4", None]
+)
+def test_tables_of_other_layers_than_the_models_are_refused(artifact, layers):
+    write_section(
+        artifact.folder, "frequency", artifact.tensors("frequency"), {"layers": layers}, model_hash=HASH
+    )
+    with pytest.raises(ArtifactError, match="section frequency d"):
+        read_traits(Artifact.open(artifact.folder), layers=LAYERS, experts=6)
+
+
+def test_tables_of_other_experts_than_the_models_are_refused(artifact):
+    with pytest.raises(ArtifactError, match=r"tensor overall .* shape \[3, 6\], expected \[3, 8\]"):
+        read_traits(artifact, layers=LAYERS, experts=8)
