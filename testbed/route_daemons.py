@@ -20,6 +20,8 @@ import numpy as np
 from edge_runtime.client import Answer, Client, Prompt
 from edge_runtime.clock import Clock
 from edge_runtime.errors import ClusterError, ConfigError
+from edge_runtime.model.checkpoint import Checkpoint
+from edge_runtime.model.tokenizer import Tokenizer
 from testbed.bench import READY_S, RunningCluster
 from testbed.bench_peers import free_ports
 from testbed.route_experiment import BALANCERS
@@ -117,6 +119,13 @@ def arrivals(
     return found
 
 
+def shortened(text: str, tokenizer: Tokenizer, most_tokens: int) -> str:
+    """The beginning of a text that is no longer than so many tokens: 900 characters are 300 of English and 600 of Japanese."""
+    while (count := len(tokenizer.encode(text))) > most_tokens:
+        text = text[: min(len(text) - 1, len(text) * most_tokens // count)]
+    return text
+
+
 def run_all(
     setting: Setting,
     corpus: Path,
@@ -144,7 +153,13 @@ def run_all(
     missing = [key for key in keys if key not in done]
     if not missing:
         return rows
-    texts = prompts_of(corpus)
+    room = Checkpoint.open(setting.model).spec.context_tokens - setting.tokens
+    if room < 1:
+        raise ConfigError(
+            f"--tokens: answers of {setting.tokens} leave no room for a prompt in the model's context of "
+            f"{room + setting.tokens} tokens; ask for fewer"
+        )
+    texts, tokenizer = prompts_of(corpus), Tokenizer.open(setting.model)
     began, longest_s = clock.now(), 0.0
     with Live(setting, missing[0][-1], clock) as live:
         for workload, rate, copies, seed, policy in missing:
@@ -153,7 +168,8 @@ def run_all(
                 say(f"{budget_s:.0f} s are over; called again it goes on with seed {seed}, {policy}")
                 break
             live.route(policy)
-            measured = live.run(arrivals(texts, workload, setting.requests, rate, seed))
+            work = arrivals(texts, workload, setting.requests, rate, seed)
+            measured = live.run([(at, shortened(text, tokenizer, room)) for at, text in work])
             row = {"workload": workload, "rate": rate, "copies": copies, "seed": seed, "policy": policy}
             rows.append(row | measured)
             with out.open("a", encoding="utf-8") as file:

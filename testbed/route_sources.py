@@ -71,10 +71,10 @@ def recorded_sources(model: Path, corpus: Path, folder: Path | None, say: Callab
         a, b, c = json.loads(kept.read_text(encoding="utf-8"))
     else:
         store = load_experts(checkpoint, spec, all_experts(spec))
-        bank = store.bank(spec.moe_layers[0])
         gate = spec.layers[spec.moe_layers[0]].gate
-        assert bank is not None and gate is not None, "a MoE layer has experts and a gate"
-        a, b, c = measure_costs(bank, gate.top_k)
+        assert gate is not None, "a MoE layer has a gate"
+        banks = [bank for layer in spec.moe_layers if (bank := store.bank(layer)) is not None]
+        a, b, c = measure_costs(banks, gate.top_k)
         if kept is not None:  # so that what is compared in pieces is compared alike
             kept.write_text(json.dumps([a, b, c]), encoding="utf-8")
     per_row = PER_ROW_S + len(spec.moe_layers) * max(c, 0.0)

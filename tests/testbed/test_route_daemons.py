@@ -1,17 +1,21 @@
 """The comparison of routers through daemons: what is asked, what is kept, what comes of it; one small run for real."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from edge_runtime.clock import SystemClock
 from edge_runtime.errors import ConfigError
+from edge_runtime.model.tokenizer import Tokenizer
 from testbed.route_daemons import (
     Setting,
     arrivals,
     key_of,
     read_rows,
     run_all,
+    shortened,
     table,
     topology_text,
 )
@@ -42,6 +46,31 @@ def test_arrivals_are_the_same_for_a_seed_and_come_from_the_workloads_domains():
     assert set(drift[:20]) <= {"c", "python"} and set(drift[20:]) <= {"de", "fr"}
     with pytest.raises(ConfigError, match="no workload is called 'noon'"):
         arrivals(TEXTS, "noon", 4, 10.0, 3)
+
+
+def test_prompts_are_cut_to_the_context_whatever_a_character_takes():
+    tokenizer = Tokenizer.open(DEMO)
+    for text in ("word " * 400, "日本語の文章" * 150, "\U0001f9ee" * 300):
+        cut = shortened(text, tokenizer, 64)
+        assert text.startswith(cut) and 32 < len(tokenizer.encode(cut)) <= 64
+    assert shortened("a few words", tokenizer, 64) == "a few words"
+
+
+def test_answers_that_leave_no_room_for_a_prompt_are_refused(tmp_path):
+    long = replace(SMALL, tokens=512)
+    with pytest.raises(ConfigError, match="answers of 512 leave no room .* context of 512 tokens"):
+        run_all(
+            long,
+            Path(__file__).parent,
+            tmp_path / "runs.jsonl",
+            workloads=("task",),
+            rates=(10.0,),
+            policies=("jsq",),
+            seeds=1,
+            budget_s=0.0,
+            clock=SystemClock(),
+            say=print,
+        )
 
 
 def row(policy: str, seed: int, p50: float, p99: float) -> dict:
