@@ -12,6 +12,7 @@ import msgspec
 from edge_runtime.clock import Clock
 from edge_runtime.errors import ClusterError, EdgeError, PeerError, RequestError
 from edge_runtime.protocol import (
+    NAME_CHARS,
     Abort,
     Accepted,
     Apply,
@@ -421,8 +422,11 @@ class _CoordinatorGone(ClusterError):
 
 
 def _submit_message(answer: Answer) -> Submit:
-    """ValidationError for what the coordinator could not read: it would drop that without a word."""
+    """BadMessage or ValidationError for what the coordinator could not read: it would drop that without a word."""
     prompt = answer.prompt
+    for name, text in (("user", prompt.user), ("salt", prompt.salt)):
+        if len(text) > NAME_CHARS:
+            raise BadMessage(f"{name} has {len(text)} characters; allowed are at most {NAME_CHARS}")
     has_seed = prompt.sampling.get("seed") is not None
     message = Submit(
         request_id=answer.request_id,

@@ -31,6 +31,7 @@ _TYPE_WORDS = {
     "bool": "true or false",
     "str": "text",
     "array": "a list",
+    "null": "nothing",
 }
 
 State = Literal["waiting", "running", "finished"]
@@ -84,7 +85,8 @@ def read_params(fields: Mapping[str, object]) -> SamplingParams:
         said, _, path = str(error).partition(" - at `$.")  # msgspec's words for what it expected, and where
         name = re.split(r"\W", path)[0]
         expected = said.partition(", got")[0].removeprefix("Expected ").replace("`", "")
-        raise _refused(name, fields.get(name), _TYPE_WORDS.get(expected, expected)) from error
+        words = [_TYPE_WORDS.get(kind, kind) for kind in expected.split(" | ")]
+        raise _refused(name, fields.get(name), " or ".join(words)) from error
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:

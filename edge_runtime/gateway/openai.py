@@ -13,7 +13,7 @@ from edge_runtime.client import Answer, Prompt
 from edge_runtime.engine.request import ANY_VOCABULARY, SEED_MAX, check_options
 from edge_runtime.errors import RequestError
 from edge_runtime.model.json_file import kind_of
-from edge_runtime.protocol import TokenLogprobs
+from edge_runtime.protocol import NAME_CHARS, TokenLogprobs
 
 MAX_CHOICES = 16  # of one request, prompts times `n`
 UNLIMITED = 1 << 30  # tokens: the context ends the answer before
@@ -264,6 +264,8 @@ def _text(body: Mapping[str, Any], name: str) -> str:
         return ""
     if not isinstance(value, str):
         raise RequestError(f"{name} is {kind_of(value)}, expected text", name)
+    if len(value) > NAME_CHARS:
+        raise RequestError(f"{name} has {len(value)} characters; allowed are at most {NAME_CHARS}", name)
     return value
 
 

@@ -15,6 +15,7 @@ from edge_runtime.protocol.codec import (
 )
 from edge_runtime.protocol.messages import (
     MESSAGES,
+    NAME_CHARS,
     PROTOCOL_VERSION,
     Abort,
     Accepted,
@@ -85,6 +86,7 @@ from edge_runtime.protocol.messages import (
 )
 
 __all__ = [
+    "NAME_CHARS",
     "Abort",
     "Accepted",
     "Release",

@@ -17,7 +17,8 @@ PROTOCOL_VERSION = 3
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Name = Annotated[str, Meta(max_length=256)]
+NAME_CHARS = 256
+Name = Annotated[str, Meta(max_length=NAME_CHARS)]
 Seconds = Annotated[float, Meta(ge=0)]
 Amount = Annotated[float, Meta(ge=0)]
 Scalar = int | float | bool | str | None
