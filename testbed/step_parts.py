@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from edge_runtime.errors import ConfigError
+from edge_runtime.model.checkpoint import Checkpoint
 from kernels import backends
 from testbed.bench_peers import Corpus, Sitting, free_ports, one_node
 from testbed.peers.own_worker import OwnRunner, StepSeconds
@@ -67,8 +68,9 @@ def measure(
         )
     with TemporaryDirectory(prefix="edge-step-") as folder:
         topology = Path(folder) / "one_node.toml"
+        context = min(CONTEXT_TOKENS, Checkpoint.open(model).spec.context_tokens)
         sitting = Sitting(model, batches=tuple(batches), steps=steps)
-        topology.write_text(one_node(sitting, format, threads, CONTEXT_TOKENS, free_ports(2)))
+        topology.write_text(one_node(sitting, format, threads, context, free_ports(2)))
         runner = OwnRunner({"topology": str(topology)})
     found = []
     for requests in batches:

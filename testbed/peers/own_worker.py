@@ -11,7 +11,7 @@ from torch import Tensor
 
 from edge_runtime.coordinator.deploy import deploy_for
 from edge_runtime.engine.engine import Engine, Output
-from edge_runtime.engine.request import Request, SamplingParams
+from edge_runtime.engine.request import Request, SamplingParams, encoder_prompt
 from edge_runtime.errors import CheckpointError, ClusterError, EdgeError
 from edge_runtime.model.build import quiet
 from edge_runtime.model.checkpoint import Checkpoint
@@ -60,7 +60,7 @@ class OwnRunner:
         torch.set_num_threads(node.threads)
         self._clock = _Clock()
         checkpoint = Checkpoint.open(cluster.model)
-        self._folder = checkpoint.folder
+        self._folder, self._encoder = checkpoint.folder, checkpoint.spec.encoder
         sizes = footprint(checkpoint, context_tokens=cluster.context_tokens)
         deploy = deploy_for(
             node.name, cluster, sizes, plan_placement(cluster, sizes), model_hash="", public_keys={}
@@ -159,13 +159,15 @@ class OwnRunner:
         )
 
     def _submit(self, prompts: Sequence[list[int]], tokens: int) -> list[str]:
-        names = []
+        names, encoder = [], self._encoder
         for prompt in prompts:
             self._num_requests += 1
             names.append(f"bench-{self._num_requests}")
             # A salt of its own: no prefix is ever reused, or a second prefill would cost nothing.
             params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-            self._engine.submit(Request(names[-1], prompt, params, 0.0, salt=names[-1]))
+            whole = prompt if encoder is None else encoder_prompt(prompt, encoder.start_token_id)
+            read = 0 if encoder is None else len(prompt)
+            self._engine.submit(Request(names[-1], whole, params, 0.0, salt=names[-1], encoder_tokens=read))
         return names
 
 
