@@ -4,10 +4,23 @@
 the client as the cluster's failure. Anything that is none of these is a fault of ours and ends the process.
 """
 
+from typing import Literal
+
 EXIT_DONE = 0
 EXIT_OURS = 1
 EXIT_USER = 2
 EXIT_CLUSTER = 3
+
+Whose = Literal["user", "cluster"]
+"""Whose fault something is, where an error crosses a wire."""
+
+SHOWN_CHARS = 160  # of a value that a message quotes
+MESSAGE_CHARS = 2000
+
+
+def cut(text: str) -> str:
+    """What a message shows of a text that may be of any length."""
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
 
 
 class EdgeError(Exception):
@@ -17,9 +30,18 @@ class EdgeError(Exception):
 
 
 class UserError(EdgeError):
-    """The user's input is at fault. Printed as one sentence, no traceback, exit code 2."""
+    """The user's input is at fault. Printed as one sentence, no traceback, exit code 2.
+
+    What it quotes may be anything, names of tensors and keys of a config too: the message is one line all the same,
+    and no page.
+    """
 
     exit_code = EXIT_USER
+
+    def __init__(self, detail: str) -> None:
+        if len(detail) > MESSAGE_CHARS:
+            detail = f"{detail[: MESSAGE_CHARS // 2]} ... {detail[-MESSAGE_CHARS // 2 :]}"
+        super().__init__("".join(each if each.isprintable() else ascii(each)[1:-1] for each in detail))
 
 
 class ConfigError(UserError):

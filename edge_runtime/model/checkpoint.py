@@ -19,10 +19,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from edge_runtime.errors import CheckpointError
+from edge_runtime.errors import CheckpointError, cut
 from edge_runtime.model import quantised
 from edge_runtime.model.architectures import read_model
-from edge_runtime.model.architectures.config_reader import Quantisation
+from edge_runtime.model.architectures.config_reader import MOST, Quantisation
 from edge_runtime.model.architectures.table import Part, Shape, TensorTable
 from edge_runtime.model.json_file import read_json, read_json_if_present
 from edge_runtime.model.safetensors_file import FLOAT_DTYPES, ITEM_BYTES, Extent, SafetensorsFile
@@ -98,6 +98,11 @@ class Checkpoint:
         config = read_json(folder / "config.json")
         start = read_json_if_present(folder / "generation_config.json").get("decoder_start_token_id")
         if start is not None:  # wins, as in transformers
+            if type(start) is not int or not 0 <= start < MOST:
+                raise CheckpointError(
+                    f"{folder / 'generation_config.json'}: found decoder_start_token_id {cut(repr(start))}, expected an id, a "
+                    "whole number from 0 on; correct it, or copy the file again"
+                )
             config = config | {"decoder_start_token_id": start}
         spec, table, quantisation = read_model(config, source=str(folder / "config.json"))
         files = _open_files(folder)
@@ -394,7 +399,7 @@ def _without_doubles(files: list[SafetensorsFile]) -> list[SafetensorsFile]:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:SHOWN_NAMES])
+    shown = ", ".join(map(cut, names[:SHOWN_NAMES]))
     return shown if len(names) <= SHOWN_NAMES else f"{shown}, ..."
 
 

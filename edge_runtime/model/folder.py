@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from edge_runtime.errors import CheckpointError
+from edge_runtime.errors import CheckpointError, cut
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.tokenizer import Tokenizer
 
@@ -21,7 +21,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
     tokenizer, vocab_size = Tokenizer.open(checkpoint.folder), checkpoint.spec.vocab_size
     if beyond := sorted(each for each in tokenizer.eos_token_ids if each >= vocab_size):
         raise CheckpointError(
-            f"{tokenizer.eos_source}: eos_token_id names {', '.join(map(str, beyond))}, expected ids below the model's "
+            f"{tokenizer.eos_source}: eos_token_id names {cut(', '.join(map(str, beyond)))}, expected ids below the model's "
             f"vocab_size {vocab_size}; take this file and config.json from the same model"
         )
     return tokenizer

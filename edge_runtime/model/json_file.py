@@ -4,13 +4,23 @@ Knows also what stands in a file's place where a download or a copy went wrong.
 """
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
 from edge_runtime.errors import CheckpointError
 
 LFS_POINTER = b"version https://git-lfs.github.com/"
+MAX_BYTES = 256 << 20  # the largest met, tokenizers, have 35 MB
 PAGE_BEGINS = (b"<!doctype", b"<html")
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; CheckpointError for what is none, such as a pipe, from which reading would never end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is no file; put the file of the model there")
+    return found.st_size
 
 
 def refuse_stand_in(path: Path, begins: bytes) -> None:
@@ -37,6 +47,10 @@ def kind_of(value: object) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file that must be there."""
     try:
+        if (num_bytes := size_of(path)) > MAX_BYTES:
+            raise CheckpointError(
+                f"{path} has {num_bytes} bytes, expected at most {MAX_BYTES} of JSON; copy the file again"
+            )
         content = path.read_bytes()
         refuse_stand_in(path, content)
         value = json.loads(content)

@@ -33,6 +33,13 @@ def rope_table(rope: RopeSpec | None, width: int, num_positions: int) -> tuple[T
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
 
 
+def turns_are_finite(rope: RopeSpec | None, width: int, num_positions: int) -> bool:
+    """Whether every number of such a table is finite; known without making it."""
+    if rope is None:
+        return True
+    return bool((inverse_frequencies(rope, width) * num_positions).isfinite().all())
+
+
 def inverse_frequencies(rope: RopeSpec, width: int) -> Tensor:
     """Radians per position of each pair, [width / 2] float32."""
     exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime.errors import CheckpointError
-from edge_runtime.model.json_file import refuse_stand_in
+from edge_runtime.model.json_file import refuse_stand_in, size_of
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -42,7 +42,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.num_bytes = path.stat().st_size
+            self.num_bytes = size_of(path)
             with path.open("rb") as file:
                 refuse_stand_in(path, file.read(BEGINS_BYTES))
                 file.seek(0)

@@ -280,6 +280,10 @@ def unsupported(spec: ModelSpec) -> list[str]:
     for index, layer in enumerate(spec.layers):
         where = f"layer {index}: "
         attention, gate = layer.attention, layer.gate
+        if attention.rotary_width % 2:
+            faults.append(
+                f"{where}rope over an odd width {attention.rotary_width}, whose last column has no other"
+            )
         if attention.latent is not None:
             allow(where, "latent attention with q/k norm", attention.qk_norm, "none")
             allow(where, "latent attention with clip", attention.clip, None)

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from edge_runtime.errors import CheckpointError, RequestError
+from edge_runtime.errors import CheckpointError, RequestError, cut
 from edge_runtime.model.chat_template import ChatTemplate
 from edge_runtime.model.detokenizer import IncrementalDetokenizer
 from edge_runtime.model.json_file import read_json, read_json_if_present
@@ -214,7 +214,7 @@ def _eos_token_ids(folder: Path) -> tuple[frozenset[int], Path | None]:
             ids = value if isinstance(value, list) else [value]
             if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
                 raise CheckpointError(
-                    f"{path}: found eos_token_id {value!r}, expected an id, a whole number from 0 on, or a list of ids; "
+                    f"{path}: found eos_token_id {cut(repr(value))}, expected an id, a whole number from 0 on, or a list of ids; "
                     "correct it, or copy the file again"
                 )
             return frozenset(ids), path

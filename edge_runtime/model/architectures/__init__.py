@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from edge_runtime.errors import ConfigError
+from edge_runtime.errors import ConfigError, cut
 from edge_runtime.model.architectures import (
     deepseek_v2,
     gemma4,
@@ -14,8 +14,9 @@ from edge_runtime.model.architectures import (
     qwen3_moe,
     switch_transformers,
 )
-from edge_runtime.model.architectures.config_reader import ConfigReader, Quantisation
+from edge_runtime.model.architectures.config_reader import MEND, MOST_EXPERTS, ConfigReader, Quantisation
 from edge_runtime.model.architectures.table import TensorTable
+from edge_runtime.model.rope import rope_keys, turns_are_finite
 from edge_runtime.model.spec import ModelSpec, unsupported
 
 FAMILIES = {
@@ -41,7 +42,7 @@ def read_model(
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
-            f"{source}: model_type {name!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+            f"{source}: model_type {cut(repr(name))} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[name]
     reader = ConfigReader(_text_part(config, source), source)
@@ -49,6 +50,16 @@ def read_model(
     quantisation = reader.finish(getattr(family, "QUANTISATIONS", ("fp8",)))
     if faults := unsupported(spec):
         raise ConfigError(f"{source}: this {name} model needs what cannot be run yet: {'; '.join(faults)}")
+    num_experts = sum(layer.gate.num_experts for layer in spec.layers if layer.gate is not None)
+    if num_experts > MOST_EXPERTS:
+        raise ConfigError(
+            f"{source}: {spec.num_layers} layers have {num_experts} experts in all, expected at most {MOST_EXPERTS}; {MEND}"
+        )
+    for rope, width in rope_keys(spec):
+        if not turns_are_finite(rope, width, spec.context_tokens):
+            raise ConfigError(
+                f"{source}: the rope settings turn {spec.context_tokens} positions by angles that are not finite ({rope}); {MEND}"
+            )
     ignored = family.ignored(spec) if hasattr(family, "ignored") else ()
     rows = family.tensors(spec) if hasattr(family, "tensors") else family.TENSORS
     encoder_rows = getattr(family, "ENCODER_TENSORS", None)
@@ -62,6 +73,6 @@ def _text_part(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
         return config
     text = config["text_config"]
     if not isinstance(text, Mapping):
-        raise ConfigError(f"{source}: text_config = {text!r:.60} must be an object")
+        raise ConfigError(f"{source}: text_config = {cut(repr(text))} must be an object")
     above = {key: config[key] for key in ("quantization_config", "tie_word_embeddings") if key in config}
     return {**above, **text}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from edge_runtime.errors import ConfigError
+from edge_runtime.errors import ConfigError, cut
 from edge_runtime.model.rope import yarn_attention_factor
 from edge_runtime.model.spec import RopeSpec
 
@@ -43,6 +43,8 @@ QUANTISATION_KEYS: dict[str, dict[str, tuple[Any, ...] | None]] = {
 
 MEND = "copy the file again, or add what the model was trained with"
 MOST_PARTS = 4096  # layers, and experts of a layer
+MOST_EXPERTS = 2**16  # of all layers: the largest published have 30,000, and a name is made for each
+LEAST_NUMBER, LARGEST_NUMBER = 1e-37, 1e37  # about what float32 holds, in which all of them are used
 MOST = 2**24  # any other count; contexts of ten million tokens are the largest met
 
 # Keys that say nothing about the arithmetic: training, bookkeeping of transformers, hints for generation, tokens.
@@ -185,14 +187,15 @@ class ConfigReader:
             return None
         if not isinstance(value, Mapping) or not all(isinstance(each, Mapping) for each in value.values()):
             raise self.fault(key, value, "must be an object of layer index to settings")
+        layers = {str(index): index for index in range(num_layers)}
         found = {}
         for index, settings in value.items():
-            if not str(index).isdecimal() or int(index) >= num_layers:
+            if index not in layers:
                 raise self.fault(key, value, f"names a layer outside 0 to {num_layers - 1}")
             for name, number in settings.items():
-                if name not in known or type(number) is not int or number < 1:
+                if name not in known or type(number) is not int or not 1 <= number <= MOST:
                     raise self.fault(f"{key}.{index}.{name}", number, "is not supported")
-            found[int(index)] = dict(settings)
+            found[layers[index]] = dict(settings)
         return found
 
     @property
@@ -223,14 +226,14 @@ class ConfigReader:
         default          the dict of a config that has none
         """
         key, settings = self.rope_settings(default)
-        self.has("rope_theta")
-        theta = settings.get("rope_theta", self._get("rope_theta"))
+        if self.has("rope_theta"):
+            default_theta = self.number("rope_theta")
         original = self._get("original_max_position_embeddings")
         return self.rope_of(
             key,
             {**settings, "original_max_position_embeddings": original} if original is not None else settings,
             context_tokens,
-            default_theta=default_theta if theta is None else theta,
+            default_theta=default_theta,
             interleaved=interleaved,
         )
 
@@ -255,7 +258,7 @@ class ConfigReader:
         values = _Settings(self, key, settings)
         kind = values.get("rope_type", values.get("type", "default"))
         share = values.get("partial_rotary_factor", self._get("partial_rotary_factor"))
-        theta = values.number("rope_theta", default_theta)
+        theta = values.number("rope_theta", default_theta, above=1)
         found = RopeSpec(theta=theta, interleaved=interleaved)
         if kind == "proportional":
             share = 1.0 if share is None else share
@@ -266,7 +269,7 @@ class ConfigReader:
             if share not in (None, 1, 1.0):
                 where = key + "." if values.get("partial_rotary_factor") is not None else ""
                 raise self.fault(f"{where}partial_rotary_factor", share, "is not supported, only 1.0")
-            if kind not in ROPE_READERS:
+            if not isinstance(kind, str) or kind not in ROPE_READERS:
                 kinds = ", ".join(map(repr, [*ROPE_READERS, "proportional"]))
                 raise self.fault(f"{key}.rope_type", kind, f"is not supported, only {kinds}")
             changes = ROPE_READERS[kind](values, context_tokens)
@@ -322,8 +325,8 @@ class ConfigReader:
 
     def fault(self, key: str, value: Any, what: str) -> ConfigError:
         """The error for one key."""
-        shown = "" if value is None else f" = {value!r}"
-        return ConfigError(f"{self.source}: {key}{shown} {what}")
+        shown = "" if value is None else f" = {cut(repr(value))}"
+        return ConfigError(f"{self.source}: {cut(key)}{shown} {what}")
 
 
 def _positive(reader: ConfigReader, key: str, value: Any, default: float | None) -> float:
@@ -332,6 +335,8 @@ def _positive(reader: ConfigReader, key: str, value: Any, default: float | None)
         raise reader.fault(key, None, f"is missing, expected a number above 0; {MEND}")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise reader.fault(key, value, "must be a number above 0")
+    if not LEAST_NUMBER <= value <= LARGEST_NUMBER:
+        raise reader.fault(key, value, f"must be between {LEAST_NUMBER} and {LARGEST_NUMBER}")
     return float(value)
 
 
@@ -349,8 +354,23 @@ class _Settings:
         value = self._values.get(name)
         return default if value is None else value
 
-    def number(self, name: str, default: float | None = None) -> float:
-        return _positive(self._reader, f"{self._key}.{name}", self.get(name), default)
+    def number(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
+        value = _positive(self._reader, f"{self._key}.{name}", self.get(name), default)
+        if value <= above:
+            raise self._reader.fault(f"{self._key}.{name}", value, f"must be a number above {above:g}")
+        return value
+
+    def count(self, name: str, default: int) -> int:
+        """A whole number, which some write with a point."""
+        value = self.number(name, default)
+        if not value.is_integer() or not 1 <= value <= MOST:
+            raise self._reader.fault(f"{self._key}.{name}", value, f"must be a whole number from 1 to {MOST}")
+        return int(value)
+
+    def scale(self, name: str) -> float:
+        """A number above 0, or 0 for none."""
+        value = self.get(name)
+        return 0.0 if value is None or (value == 0 and value is not False) else self.number(name)
 
     def is_null(self, name: str) -> bool:
         return name in self._values and self._values[name] is None
@@ -390,31 +410,33 @@ def _linear_rope(values: _Settings, context_tokens: int) -> dict[str, Any]:
 
 
 def _yarn_rope(values: _Settings, context_tokens: int) -> dict[str, Any]:
-    original = int(values.number("original_max_position_embeddings", context_tokens))
+    original = values.count("original_max_position_embeddings", context_tokens)
     # As transformers has it: a factor that is null, not one that is missing, is the ratio of both contexts.
     by_ratio = values.is_null("factor") and values.get("original_max_position_embeddings") is not None
     factor = values.number("factor", context_tokens / original if by_ratio else None)
-    mscale, mscale_all = values.get("mscale"), values.get("mscale_all_dim")
+    mscale, mscale_all = values.scale("mscale"), values.scale("mscale_all_dim")
     if mscale and mscale_all:
         inferred = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all)
     else:
         inferred = yarn_attention_factor(factor)
+    beta_slow = values.number("beta_slow", 1.0)
     return {
         "factor": factor,
         "attention_factor": values.number("attention_factor", inferred),
         "original_context_tokens": original,
-        "beta_fast": values.number("beta_fast", 32.0),
-        "beta_slow": values.number("beta_slow", 1.0),
+        "beta_fast": values.number("beta_fast", 32.0, above=beta_slow),
+        "beta_slow": beta_slow,
         "truncate": values.flag("truncate", True),
     }
 
 
 def _llama3_rope(values: _Settings, context_tokens: int) -> dict[str, Any]:
+    low = values.number("low_freq_factor")
     return {
         "factor": values.number("factor"),
-        "original_context_tokens": int(values.number("original_max_position_embeddings", context_tokens)),
-        "low_freq_factor": values.number("low_freq_factor"),
-        "high_freq_factor": values.number("high_freq_factor"),
+        "original_context_tokens": values.count("original_max_position_embeddings", context_tokens),
+        "low_freq_factor": low,
+        "high_freq_factor": values.number("high_freq_factor", above=low),
     }
 
 

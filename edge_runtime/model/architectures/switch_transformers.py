@@ -124,10 +124,15 @@ def read_spec(config: ConfigReader) -> ModelSpec:
     start = config.count(
         "decoder_start_token_id", default=config.count("pad_token_id", default=0, at_least=0), at_least=0
     )
+    vocab_size = config.count("vocab_size", default=32128)
+    if start >= vocab_size:
+        raise config.fault(
+            "decoder_start_token_id", start, f"must be below vocab_size {vocab_size}, as every token is"
+        )
     return ModelSpec(
         family="switch_transformers",
         width=width,
-        vocab_size=config.count("vocab_size", default=32128),
+        vocab_size=vocab_size,
         # Distances have no limit; the published models were trained on 512 tokens of input, and answers of that length.
         context_tokens=2 * config.count("n_positions", default=512),
         norm_eps=config.number("layer_norm_epsilon", default=1e-6),
