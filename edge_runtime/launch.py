@@ -267,7 +267,8 @@ def wait_ready(
                 else:
                     failed = [node for node in body["nodes"] if node["state"] == "failed"]
                     if failed:
-                        raise ClusterError(f"node {failed[0]['name']} cannot serve: {failed[0]['fault']}")
+                        kind = UserError if failed[0]["whose_fault"] == "user" else ClusterError
+                        raise kind(f"node {failed[0]['name']} cannot serve: {failed[0]['fault']}")
                     waiting_for = body["waiting_for"]
             if clock.now() > give_up:
                 raise ClusterError(f"not ready after {timeout_s:.0f} s, waiting for {waiting_for}")

@@ -303,8 +303,8 @@ class CoordinatorDaemon:
                 self._carry_out(self._epochs.progressed(name, epoch, done, total, self._clock.now(), what))
             case Deployed(epoch=epoch, weight_bytes=weight_bytes):
                 self._carry_out(self._epochs.loaded(name, epoch, weight_bytes, self._clock.now()))
-            case DeployFailed(epoch=epoch, reason=reason):
-                self._carry_out(self._epochs.cannot_load(name, epoch, reason, self._clock.now()))
+            case DeployFailed(epoch=epoch, reason=reason, whose=whose):
+                self._carry_out(self._epochs.cannot_load(name, epoch, reason, self._clock.now(), whose))
             case Activated(epoch=epoch):
                 self._carry_out(self._epochs.switched(name, epoch, self._clock.now()))
             case Stopping(reason=reason):

@@ -17,7 +17,7 @@ from edge_runtime.coordinator.deploy import Joint, Plan, experts_without_host
 from edge_runtime.coordinator.journey import Journey
 from edge_runtime.coordinator.planning import Ask, Found, refuse_nobody, work_out
 from edge_runtime.coordinator.speed_book import Observed, look, measured_of, plan_of
-from edge_runtime.errors import Refusal
+from edge_runtime.errors import Refusal, Whose
 from topology.cluster import Cluster
 from topology.costs import ModelFootprint
 from topology.errors import TopologyError
@@ -257,10 +257,12 @@ class Epochs:
             return self._advance(redeploy.Loaded(name), now)
         return self.apply(states.ShareLoaded(name, epoch, weight_bytes), now)
 
-    def cannot_load(self, name: str, epoch: int, reason: str, now: float) -> list[Command]:
+    def cannot_load(
+        self, name: str, epoch: int, reason: str, now: float, whose: Whose = "cluster"
+    ) -> list[Command]:
         if self._is_loading(epoch):
             return self._advance(redeploy.CannotLoad(name, reason), now)
-        return self.apply(states.LoadFailed(name, epoch, reason), now)
+        return self.apply(states.LoadFailed(name, epoch, reason, whose), now)
 
     def cannot_join(self, name: str, reason: str, now: float) -> list[Command]:
         """A process of that name was refused: a change that waits for this node waits in vain."""

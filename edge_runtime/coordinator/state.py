@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from edge_runtime.errors import Whose
 from edge_runtime.protocol import NodeReport
 from edge_runtime.transport.heartbeat import BeatRule, Beats, beat_rule, given_up, heard, liveness
 
@@ -37,6 +38,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     weight_bytes: int = 0
     report: NodeReport | None = None
     fault: str = ""
+    whose: Whose = "cluster"
     has_served: bool = False
     numerics: str = ""
     is_coming: bool = False
@@ -137,6 +139,7 @@ class LoadFailed(NamedTuple):
     name: str
     epoch: int
     reason: str
+    whose: Whose = "cluster"
 
 
 class Left(NamedTuple):
@@ -284,14 +287,16 @@ def _apply(state: ClusterState, event: Event, now: float) -> tuple[ClusterState,
             loaded: dict[str, object] = {"phase": "ready", "weight_bytes": weight_bytes, "has_served": True}
             state = _replace(state, name, beats=Beats(now), fault="", **loaded)
             return state, [Note(f"{name} ready: {weight_bytes / 1e6:.1f} MB of weights")]
-        case LoadFailed(name, epoch, reason):
+        case LoadFailed(name, epoch, reason, whose):
             reason = reason[:MAX_FAULT_CHARS]
             if epoch != state.epoch:
                 return state, [Note(f"{name} failed to load epoch {epoch}, which is not wanted: {reason}")]
             commands: list[Command] = [Note(f"{name} failed: {reason}")]
             if state.nodes[name].serves:
                 commands.append(MoveRequests(name, f"node {name} failed while it was answering ({reason})"))
-            return _replace(state, name, phase="failed", beats=Beats(now), fault=reason), commands
+            return _replace(
+                state, name, phase="failed", beats=Beats(now), fault=reason, whose=whose
+            ), commands
 
 
 def _join(state: ClusterState, event: Joined, now: float) -> tuple[ClusterState, list[Command]]:

@@ -131,6 +131,7 @@ def _node_body(
         "pid": record.pid or None,
         "state": "draining" if is_leaving and record.serves else record.phase,
         "fault": record.fault or None,
+        "whose_fault": record.whose if record.fault else None,
         "numerics": record.numerics or None,
         "last_heard_s": round(now - record.last_heard_s, 3) if record.incarnation else None,
         "memory_limit_bytes": node.memory_bytes if node else 0,

@@ -497,7 +497,7 @@ class NodeDaemon:
             log.info("epoch %d was released before it was loaded", loader.epoch)
         elif loader.share is None:
             log.error("epoch %d not loaded: %s", loader.epoch, loader.fault)
-            self._send(DeployFailed(loader.epoch, loader.fault))
+            self._send(DeployFailed(loader.epoch, loader.fault, loader.whose))
         elif not loader.is_wanted:  # released before it was there
             loader.share.close()
         else:

@@ -30,7 +30,7 @@ from edge_runtime.engine.request_table import RequestTable
 from edge_runtime.engine.runner import Runner
 from edge_runtime.engine.scheduler import Scheduler, SchedulerSettings
 from edge_runtime.engine.stage_step import StageLimits
-from edge_runtime.errors import ArtifactError, EdgeError, Refusal
+from edge_runtime.errors import ArtifactError, EdgeError, Refusal, UserError, Whose
 from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.build import add_experts, empty_store, load_trunk, trunk_names
 from edge_runtime.model.checkpoint import Checkpoint
@@ -615,7 +615,10 @@ def _refuse_if_too_large(planned_bytes: int, node: str) -> None:
 
 
 class ShareLoader(threading.Thread):
-    """Loads one share; the outcome is in `.share` or `.fault` when `finished()` is called, from this thread."""
+    """Loads one share; the outcome is in `.share` or `.fault` when `finished()` is called, from this thread.
+
+    whose  fault it is: a damaged model is the user's
+    """
 
     def __init__(
         self, load: Callable[[], LoadedShare], epoch: int, finished: Callable[["ShareLoader"], None]
@@ -625,6 +628,7 @@ class ShareLoader(threading.Thread):
         self.is_wanted = True
         self.share: LoadedShare | None = None
         self.fault = ""
+        self.whose: Whose = "cluster"
         self.crash: BaseException | None = None
         self._load = load
         self._finished = finished
@@ -636,6 +640,7 @@ class ShareLoader(threading.Thread):
             self.fault = "out of memory while loading; give the node less memory in the topology file"
         except EdgeError as error:
             self.fault = str(error)
+            self.whose = "user" if isinstance(error, UserError) else "cluster"
         except BaseException as crash:  # noqa: BLE001 - ours: the daemon's own thread raises it
             self.crash = crash
         self._finished(self)

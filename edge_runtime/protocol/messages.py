@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
-from edge_runtime.errors import Refusal
+from edge_runtime.errors import Refusal, Whose
 from topology.speeds import LinkSpeed, NodeSpeed
 
 PROTOCOL_VERSION = 3
@@ -224,8 +224,11 @@ class Deployed(Message, frozen=True):
 
 
 class DeployFailed(Message, frozen=True):
+    """whose  fault it is: "user" where the model is damaged (exit code 2), "cluster" otherwise (exit code 3)"""
+
     epoch: Count
     reason: str
+    whose: Whose = "cluster"
 
 
 class PeersChanged(Message, frozen=True):
@@ -763,7 +766,7 @@ class Failed(Message, frozen=True):
     """
 
     request_id: Name
-    kind: Literal["user", "cluster"]
+    kind: Whose
     reason: Name
     detail: str
     node: Name = ""

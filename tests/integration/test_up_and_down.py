@@ -1,5 +1,6 @@
 """Starting and stopping: nothing is left behind, whatever goes wrong, and whoever is at fault is named."""
 
+import json
 import re
 import shutil
 import signal
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from edge_runtime.config import read_records
 from tests.support.clusters import MODEL, LocalCluster, free_ports_to_listen, wait_for, write_topology
@@ -145,6 +147,26 @@ def test_a_model_that_is_cut_short_ends_up_with_the_files_name(tmp_path: Path) -
     finished = cluster.cli("up", "--detach")
     assert finished.exit_code == 2
     assert shard.name in last_line(finished)
+    assert not cluster.processes() and not records(cluster)
+
+
+def test_weights_that_are_no_numbers_end_up_with_file_and_tensor_and_are_the_users_fault(
+    tmp_path: Path,
+) -> None:
+    """Only who reads them can know."""
+    model = Path(shutil.copytree(MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("calibration")))
+    name = "model.layers.3.mlp.gate.weight"
+    shard = model / json.loads((model / "model.safetensors.index.json").read_text())["weight_map"][name]
+    tensors = load_file(shard)
+    tensors[name][2, 3] = float("nan")
+    save_file(tensors, shard)
+    cluster = LocalCluster(write_topology(tmp_path, "one_node", model=model))
+    finished = cluster.cli("up", "--detach")
+    assert finished.exit_code == 2
+    assert (
+        f"error: node solo cannot serve: {shard}: tensor {name} has 1 of 8192 numbers that are not"
+        in last_line(finished)
+    )
     assert not cluster.processes() and not records(cluster)
 
 

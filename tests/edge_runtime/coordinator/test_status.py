@@ -88,7 +88,10 @@ def test_a_node_that_failed_shows_why(watched):
     watched.give(states.Joined("n2", b"c", "i", 77), states.LoadFailed("n2", 1, "no memory"))
     body = watched.body()
     assert body["nodes"][1]["fault"] == "no memory"
+    assert body["nodes"][1]["whose_fault"] == "cluster" and body["nodes"][0]["whose_fault"] is None
     assert "n2: no memory" in status_table(body)
+    watched.give(states.LoadFailed("n2", 1, "no number", "user"))
+    assert watched.body()["nodes"][1]["whose_fault"] == "user"
 
 
 def test_requests_are_counted_by_node_and_by_how_they_ended(watched):
