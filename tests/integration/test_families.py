@@ -10,6 +10,7 @@ from edge_runtime.model.tokenizer import Tokenizer
 from tests.support.clusters import MODEL, LocalCluster, write_topology
 from tests.support.decoders import Sequences
 from tests.support.encoder_decoders import Seq2SeqReference, write_tiny_switch
+from tests.support.families import store_as_mxfp4
 from tests.support.tiny_models import write_tiny
 
 pytestmark = pytest.mark.timeout(240)
@@ -45,8 +46,11 @@ memory = "400 MiB"
 
 
 def write_model(family: str, folder: Path) -> Path:
-    """A tiny model that reads and writes the demo model's tokens."""
-    write_tiny(family, folder, vocab_size=8192, max_position_embeddings=256)
+    """A tiny model that reads and writes the demo model's tokens; of gpt_oss also as it is published, in mxfp4."""
+    name, _, is_mxfp4 = family.partition(" ")
+    write_tiny(name, folder, vocab_size=8192, max_position_embeddings=256)
+    if is_mxfp4:
+        store_as_mxfp4(folder)
     copy_tokens(folder)
     return folder
 
@@ -72,8 +76,10 @@ def greedy(folder: Path, prompt: str) -> list[int]:
     return found
 
 
-# Those whose layers have something beside a gate and experts, or whose experts are not plain SwiGLU.
-@pytest.mark.parametrize("family", ["deepseek_v2", "gemma4", "gpt_oss", "qwen2_moe"])
+# All that decode alone but qwen3_moe, which the demo model is.
+@pytest.mark.parametrize(
+    "family", ["deepseek_v2", "gemma4", "gpt_oss", "gpt_oss mxfp4", "mixtral", "olmoe", "qwen2_moe"]
+)
 def test_eight_nodes_answer_as_one_process_does(family: str, tmp_path: Path) -> None:
     folder = write_model(family, tmp_path / "model")
     scenario = tmp_path / "family.toml"

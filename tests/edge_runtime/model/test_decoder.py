@@ -1,5 +1,7 @@
 """The decoder equals transformers, and equals itself however rows are cut into steps, batches and stages."""
 
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.moe import LocalExperts
 from tests.support.decoders import Sequences, all_experts
 from tests.support.tiny_models import (
+    TINY,
     Reference,
     edit_config,
     read_tensors,
     write_tensors,
+    write_tiny,
     write_tiny_qwen3_moe,
 )
 from topology.ids import ExpertId
@@ -247,3 +251,44 @@ def test_a_step_leaves_no_memory_behind(checkpoint):
     sequences.whole(tokens(20))
     assert {name: buffer.data_ptr() for name, buffer in decoder._buffers.items()} == buffers
     assert decoder._logits.data_ptr() == logits
+
+
+def python_lines(work) -> int:
+    """Lines of the packages `edge_runtime` and `kernels` that a call runs, each as often as it runs."""
+    count = 0
+
+    def look(frame, event, argument):
+        nonlocal count
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("edge_runtime", "kernels"):
+            return None
+        count += event == "line"
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_the_python_of_a_step_is_the_same_for_one_row_and_many(family, tmp_path, backend):
+    """No loop over rows or experts stands beside the compiled kernels: 16 rows of 16 experts run as many lines as one."""
+    key = {"deepseek_v2": "n_routed_experts", "mixtral": "num_local_experts", "gpt_oss": "num_local_experts"}
+    found = set()
+    for num_experts in (8, 16):
+        folder = write_tiny(
+            family, tmp_path / f"{num_experts}", **{key.get(family, "num_experts"): num_experts}
+        )
+        sequences = Sequences(Checkpoint.open(folder), num_sequences=16)
+        decoder = sequences.decoders[0]
+        for rows in (1, 16):
+            steps = [sequences.batch([(row, [5 + row]) for row in range(rows)]) for _ in range(4)]
+            for each in steps[:3]:  # what a shape needs is made with its first steps
+                decoder.head(decoder.run(*each, sequences.port))
+            ran = python_lines(partial(decoder.run, *steps[3], sequences.port))
+            found.add(ran + python_lines(partial(decoder.head, torch.zeros(rows, decoder.spec.width))))
+    assert len(found) == 1 and found.pop() > 20
