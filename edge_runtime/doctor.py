@@ -132,11 +132,10 @@ def _kernels() -> Finding:
     error = (ops.linear(x, ops.pack_linear(weight)) - x @ weight.T).abs().max().item()
     if error > 1e-4:
         return Finding("kernels", False, f"{path}: self-test is off by {error:.2e}; reinstall edge-runtime")
-    why = (
-        f"; the native kernels are missing ({found['native_error']}), answers come slower"
-        if found["native_error"]
-        else ""
-    )
+    why = ""
+    if found["native_error"]:
+        how = "" if found["compiler"] else "install a C++ compiler, then "
+        why = f"; the native kernels are missing ({found['native_error']}), answers come slower: {how}run `make install`"
     found_gpus = "; ".join(found["gpus"]) or f"none that torch {torch.__version__} can use"
     return Finding("kernels", True, f"{path}, self-test off by {error:.1e}{why}; GPU: {found_gpus}")
 

@@ -13,6 +13,7 @@ import pytest
 from topology.cluster import DEVICES, ROLES, WEIGHT_FORMATS
 from topology.errors import ClusterFileError
 from topology.parse import parse_cluster
+from topology.readers import SHORT_FORMATS
 
 PACKAGES = ("edge_runtime", "kernels", "topology", "calibration", "testbed")
 SLEEPERS = {"time", "asyncio", "anyio", "trio", "gevent"}
@@ -189,7 +190,9 @@ def test_the_readme_explains_every_key_of_a_topology_file(readme):
 
 
 def test_the_readme_names_every_role_device_and_weight_format(readme):
-    assert not [word for word in (*ROLES, *DEVICES, *WEIGHT_FORMATS) if f"`{word}`" not in readme]
+    assert not [
+        word for word in (*ROLES, *DEVICES, *WEIGHT_FORMATS, *SHORT_FORMATS) if f"`{word}`" not in readme
+    ]
 
 
 def test_the_readmes_topology_file_is_a_topology_file(readme):

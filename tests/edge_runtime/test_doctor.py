@@ -1,9 +1,14 @@
 """The doctor's findings: what is looked at, what each fault is called, and whose it is."""
 
+import os
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from edge_runtime.clock import SystemClock
 from edge_runtime.doctor import Finding, _nodes, examine
@@ -33,6 +38,28 @@ def test_without_a_topology_only_the_machine_is_looked_at(
     assert list(found) == ["python", "packages", "memory", "environment", "kernels", "topology"]
     assert all(finding.is_well for finding in found.values())
     assert "not looked at" in found["topology"].detail
+
+
+def test_kernels_that_were_not_built_are_told_with_what_builds_them(repository: Path, tmp_path: Path) -> None:
+    """The packages as they are installed where there is no compiler: all of `kernels` but what was compiled."""
+    shutil.copytree(
+        repository / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    for package in ("edge_runtime", "topology"):
+        (tmp_path / package).symlink_to(repository / package)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("EDGE_")}
+    ran = subprocess.run(
+        [sys.executable, "-m", "edge_runtime", "doctor"],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    (said,) = (line for line in ran.stdout.splitlines() if "kernels:" in line)
+    assert "ok    kernels: torch path, self-test off by" in said and "the native kernels are missing" in said
+    assert "answers come slower" in said and "run `make install`" in said
 
 
 def test_a_machine_that_does_not_answer_is_told_with_its_address_and_is_the_clusters_fault(
@@ -86,6 +113,11 @@ def test_a_variable_that_asks_for_what_there_is_not_is_told(
     ("setting", "said"),
     [
         ('device = "cuda:7"', "device: found 'cuda:7', but torch sees"),
+        pytest.param(
+            'device = "cuda"',
+            "device: found 'cuda', but torch sees no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         ("threads = 1000", "threads: found 1000"),
     ],
 )
