@@ -426,7 +426,7 @@ def _submit_message(answer: Answer) -> Submit:
     prompt = answer.prompt
     for name, text in (("user", prompt.user), ("salt", prompt.salt)):
         if len(text) > NAME_CHARS:
-            raise BadMessage(f"{name} has {len(text)} characters; allowed are at most {NAME_CHARS}")
+            raise BadMessage("field", f"{name} has {len(text)} characters; allowed are at most {NAME_CHARS}")
     has_seed = prompt.sampling.get("seed") is not None
     message = Submit(
         request_id=answer.request_id,

@@ -50,7 +50,7 @@ def test_arrivals_are_the_same_for_a_seed_and_come_from_the_workloads_domains():
 
 def test_prompts_are_cut_to_the_context_whatever_a_character_takes():
     tokenizer = Tokenizer.open(DEMO)
-    for text in ("word " * 400, "日本語の文章" * 150, "\U0001f9ee" * 300):
+    for text in ("word " * 400, "\u65e5\u672c\u8a9e\u306e\u6587\u7ae0" * 150, "\U0001f9ee" * 300):
         cut = shortened(text, tokenizer, 64)
         assert text.startswith(cut) and 32 < len(tokenizer.encode(cut)) <= 64
     assert shortened("a few words", tokenizer, 64) == "a few words"
