@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from types import MappingProxyType
@@ -149,11 +150,22 @@ class Journal:
             ) from error
 
     def finish(self, answers: dict[int, dict[str, Any]], *, keep: bool = False) -> None:
-        """Write the output, a line for each prompt in order, and forget the journal unless it is to be gone on with."""
+        """Write the output, a line for each prompt in order, and forget the journal unless it is to be gone on with.
+
+        RequestError where it cannot be written; the journal stays then.
+        """
         scratch = self._out.with_name(f".{self._out.name}.{os.getpid()}")
         lines = (json.dumps(answers[index], ensure_ascii=False) + "\n" for index in sorted(answers))
-        scratch.write_text("".join(lines), encoding="utf-8")
-        scratch.replace(self._out)
+        try:
+            scratch.write_text("".join(lines), encoding="utf-8")
+            scratch.replace(self._out)
+        except OSError as error:
+            with suppress(OSError):
+                scratch.unlink()
+            raise RequestError(
+                f"{self._out} cannot be written ({error.strerror}); all answers are kept in {self.path}, "
+                "and the same command writes them once it can"
+            ) from error
         if not keep:
             self.path.unlink(missing_ok=True)
 

@@ -5,7 +5,7 @@ Each seed's arrivals are served twice, with lanes and without; what is compared 
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,8 +88,11 @@ def _row(
         before, after = ([measure(pair[place]) for pair in pairs] for place in (0, 1))
         found[f"{name} ms"] = mean(before)
         found[f"{name} ms, lanes"] = mean(after)
+        changes = [100 * (b / a - 1) for a, b in zip(before, after, strict=True)]
         found[f"{name} %"] = 100 * (mean(after) / mean(before) - 1)
-        found[f"{name} % sd"] = stdev(100 * (b / a - 1) for a, b in zip(before, after, strict=True))
+        found[f"{name} % sd"] = stdev(changes)
+        found |= {f"{name} % median": median(changes), f"{name} % least": min(changes)}
+        found[f"{name} % most"] = max(changes)
     found["tokens/s %"] = 100 * (
         mean(b.tokens_per_s for _, b in pairs) / mean(a.tokens_per_s for a, _ in pairs) - 1
     )
@@ -101,7 +104,7 @@ def _row(
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
-    """The columns that a person compares, rounded."""
+    """The columns that a person compares, rounded: means over all seeds, then median and range of what each seed changed by."""
     return [
         {
             "model": row["model"],
@@ -109,7 +112,8 @@ def shown(rows: Sequence[Row]) -> list[Row]:
             "load": row["load"],
             **{
                 f"{name} ms": f"{row[f'{name} ms']:.0f} to {row[f'{name} ms, lanes']:.0f} "
-                f"({row[f'{name} %']:+.1f} %, sd {row[f'{name} % sd']:.1f})"
+                f"({row[f'{name} %']:+.1f} %; by seed {row[f'{name} % median']:+.1f}, "
+                f"{row[f'{name} % least']:+.1f} to {row[f'{name} % most']:+.1f})"
                 for name in ("mean", "p99")
             },
             "p99 low K": f"{row['p99 low K %']:+.1f} %",

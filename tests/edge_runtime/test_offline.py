@@ -242,3 +242,21 @@ def test_where_no_answers_can_be_written_is_said_first(tmp_path):
     (tmp_path / "x.part").mkdir()
     with pytest.raises(RequestError, match="cannot be read"):
         Journal(tmp_path / "x", PROMPTS, {}).read()
+
+
+def test_an_output_that_cannot_be_written_costs_no_answer(tmp_path):
+    """The disk may be full by then; here a folder lies in the way."""
+    out, clock = tmp_path / "out", ManualClock()
+
+    class InTheWay(Doubling):
+        def answered(self, prompt):
+            out.mkdir(exist_ok=True)
+            return super().answered(prompt)
+
+    with pytest.raises(RequestError, match="cannot be written .* all answers are kept in .*out.part"):
+        run_offline(InTheWay(clock), PROMPTS, [FULL] * 3, out, clock, capacity=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.part"]
+    out.rmdir()
+    client = Doubling(clock)
+    run_offline(client, PROMPTS, [FULL] * 3, out, clock, capacity=3)
+    assert client.asked == [] and len(out.read_text().splitlines()) == 3

@@ -76,6 +76,8 @@ def test_the_command_writes_a_table_a_csv_and_says_what_it_cannot_read(tmp_path)
     assert [(row["rows run"], row["load"]) for row in rows] == [
         (way, load) for way in ("own tiers", "batch maximum") for load in ("0.5", "0.9")
     ]
+    for row in rows:
+        assert float(row["p99 % least"]) <= float(row["p99 % median"]) <= float(row["p99 % most"])
     for option, value, told in (
         ("--tiers", "0,32", "allowed is 1 to 32"),
         ("--tiers", "a", "numbers with commas"),
