@@ -230,6 +230,8 @@ UNSENDABLE = {
     "a text that is too long": Prompt(prompt="x" * (3 << 20)),
     "a number of more than 64 bits": Prompt(prompt="x", sampling={"seed": 2**70}),
     "an option that is a map": Prompt(prompt="x", sampling={"temperature": {"a": 1}}),
+    "a user's name that is too long": Prompt(prompt="x", user="u" * 257),
+    "a salt that is too long": Prompt(prompt="x", salt="s" * 257),
     "a token id out of range": Prompt(prompt_ids=[2**40]),
     "a token id that is text": Prompt(prompt_ids=["x"]),  # type: ignore[list-item]
 }
@@ -244,6 +246,12 @@ def test_what_cannot_be_sent_is_its_own_prompts_fault_and_the_others_are_answere
     assert error is not None and error.exit_code == EXIT_USER and "cannot be sent" in str(error)
     assert "\n" not in str(error) and len(str(error)) < 300
     assert good.text == "good."
+
+
+def test_a_name_that_is_too_long_is_told_with_its_length():
+    with played(answer_each) as (_, client):
+        [answer] = client.run([Prompt(prompt="x", user="u" * 257)], wait_ready_s=1)
+    assert str(answer.error()).endswith("user has 257 characters; allowed are at most 256")
 
 
 def test_a_message_nested_without_end_is_told_or_sent_but_ends_nothing():
