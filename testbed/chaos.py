@@ -237,8 +237,11 @@ class Chaos:
                 self._undisturbed[index] = answer.token_ids
         except EdgeError as error:
             record.fault = f"lost: {error}"
-            client.reconnect()
-            client.connect(30.0)
+            with contextlib.suppress(EdgeError):
+                client.reconnect()
+                client.connect(30.0)
+        if record.fault:
+            self._say(record.fault)
         record.ended_s = self._clock.now()
         return record
 
@@ -369,9 +372,8 @@ class Chaos:
 
     def _recovered(self, client: Client, under_way: Sequence[Done]) -> list[Done]:
         """Note those whose node serves again; the others stay under way."""
-        try:
-            nodes = {node["name"]: node for node in client.status(30.0)["nodes"]}
-        except EdgeError:
+        nodes = {node["name"]: node for node in self._status(client).get("nodes", [])}
+        if not nodes:
             return list(under_way)
         left = []
         for one in under_way:
@@ -383,11 +385,23 @@ class Chaos:
                 left.append(one)
         return left
 
+    def _status(self, client: Client) -> dict[str, Any]:
+        """Nothing where the coordinator does not answer: a client that lost it asks over another connection next time."""
+        try:
+            return client.status(30.0)
+        except EdgeError as error:
+            self._say(f"no status: {error}")
+            with contextlib.suppress(EdgeError):
+                client.reconnect()
+                client.connect(30.0)
+            return {}
+
     def _at_rest(self, client: Client, base: dict[str, int] | None) -> str:
         """Wait until nothing runs and every block is free; what is not so after a while, and memory that grew."""
         until = self._clock.now() + IDLE_S
         while True:
-            left = list(_unrest(client.status(30.0), base))
+            status = self._status(client)
+            left = list(_unrest(status, base)) if status else ["the coordinator does not answer"]
             if not left or self._clock.now() > until:
                 return "; ".join(left)
             self._clock.sleep(POLL_S)
