@@ -1,16 +1,19 @@
 """Holds what the planner predicts against what a cluster does: the time between two tokens, under so many requests at once.
 
 Starts real daemons, lets a few answers pass so that nodes correct what they measured, and then asks for predictions before
-each measurement. All processes share this machine's processors, also with whatever else runs here: how busy that is is
-measured during every cell, as the sessions of others that want a processor, and told to the prediction.
+each measurement. Prompts are of many domains, since rows of one batch that go on alike would choose the same experts. All
+processes share this machine's processors, also with whatever else runs here: how busy that is is measured during every cell,
+as the sessions of others that want a processor, and told to the prediction.
 """
 
 import contextlib
+import json
 import os
 import statistics
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,7 +39,9 @@ WARM_UP = ((2, 48), (6, 32), (2, 48))  # requests at once, tokens of each: not t
 TOKENS = 64
 CELL_S = 1.5  # of answers at least: a neighbour's turn on a processor lasts some milliseconds
 SETTLE_S = 2.5  # heartbeats tell what nodes have seen
-CONTEXT_TOKENS = 8 + TOKENS / 2
+PROMPT_TOKENS = 25  # of the prompts, on average
+CONTEXT_TOKENS = PROMPT_TOKENS + TOKENS / 2
+PROMPTS = Path(__file__).parent / "prompts" / "domains.jsonl"
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ def measure_cell(
     until = clock.now() + CELL_S
     with BusyProbe(pids) as probe:
         while not took_s or clock.now() < until:
-            took_s.append(token_seconds(client, count, TOKENS))
+            took_s.append(token_seconds(client, count, TOKENS, first=count * len(took_s)))
     took = statistics.fmean(took_s)
     machines = measured_machines(cluster, body, probe.busy)
     [predicted] = predict_serving(sizes, machines, placement, (count,), context_tokens=CONTEXT_TOKENS)
@@ -163,11 +168,21 @@ def measure_cell(
     return predicted.seconds * 1e3, took * 1e3, probe.busy
 
 
-def token_seconds(client: Client, requests: int, tokens: int) -> float:
-    """Seconds between two tokens at the homes, on average over `requests` answers at once."""
+@cache
+def domain_prompts() -> tuple[str, ...]:
+    """Of sixteen languages and formats."""
+    lines = PROMPTS.read_text(encoding="utf-8").splitlines()
+    return tuple(json.loads(line)["prompt"] for line in lines)
+
+
+def token_seconds(client: Client, requests: int, tokens: int, first: int = 0) -> float:
+    """Seconds between two tokens at the homes, on average over `requests` answers at once, to the prompts from `first` on."""
     sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-    prompts = [Prompt(prompt=f"Chapter {number}:", sampling=sampling) for number in range(requests)]
-    answers = client.run(prompts, wait_ready_s=READY_S)
+    texts = domain_prompts()
+    asked = [
+        Prompt(prompt=texts[(first + number) % len(texts)], sampling=sampling) for number in range(requests)
+    ]
+    answers = client.run(asked, wait_ready_s=READY_S)
     for answer in answers:
         if (error := answer.error()) is not None:
             raise error

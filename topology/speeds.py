@@ -43,9 +43,12 @@ class NodeSpeed:
     """
 
     memory_bytes_per_s: float = 8e9
-    """Bytes of weights and KV read per second. Measured on a 2-core x86: 8.5-9.3 GB/s read, 7-12.6 copied."""
+    """Bytes of weights read per second. Measured on a 2-core x86: 8.5-9.3 GB/s read, 7-12.6 copied."""
     flops: float = 60e9
     """Floating-point operations per second. Measured there at 16 rows: 40 GFLOP/s in float32, 65 native bfloat16."""
+    attended_bytes_per_s: float = 5e9
+    """Bytes of KV that attention goes through per second, row by row. It computes with them, so it is slower than reading:
+    measured 4.7 GB/s where weights come at 20."""
     step_overhead_s: float = 300e-6
     """Seconds of a step that neither batch nor layers change: scheduling, sampling, handing out tokens. Measured on the
     demo model: 50 for the plan, 150 for the rows, 120 for sampling, in us."""
@@ -57,9 +60,13 @@ class NodeSpeed:
     send_overhead_s: float = 50e-6
     """Seconds that a home takes to lay out one call."""
     row_overhead_s: float = 0.0
-    """Seconds of a step that each row adds besides its arithmetic: tables, sampling, handing out."""
-    token_overhead_s: float = 0.0
-    """Seconds that the home of a request takes to hand out a token, beside those of a row."""
+    """Seconds of a step that each row whose token is chosen adds besides its arithmetic: tables, sampling. Measured: 45 us,
+    where the rows of a prompt take 10."""
+    hand_out_step_s: float = 0.0
+    """Processor seconds in which a home hands out what a step brought: text, messages. Another thread does it while the next
+    step runs, so a step waits for it only where no processor is free. Measured: 260 us for a step and 50 for a token."""
+    hand_out_token_s: float = 0.0
+    """The same for each token."""
     call_work_s: float = 0.0
     """Processor seconds of a call at the home that makes it, beyond laying it out: sending, and taking in the reply. One
     after another for the peers of a layer. 0 where nobody measured."""
@@ -164,8 +171,10 @@ NOTHING_MEASURED = Measured()
 def declared_speed(cluster: Cluster, node: str) -> NodeSpeed:
     """What the topology file says of a node, typical figures for the rest; more threads compute faster."""
     found = find_node(cluster, node)
+    memory = found.memory_bytes_per_s or NodeSpeed.memory_bytes_per_s
     return NodeSpeed(
-        memory_bytes_per_s=found.memory_bytes_per_s or NodeSpeed.memory_bytes_per_s,
+        memory_bytes_per_s=memory,
+        attended_bytes_per_s=memory * (NodeSpeed.attended_bytes_per_s / NodeSpeed.memory_bytes_per_s),
         flops=found.flops or NodeSpeed.flops * found.threads,
     )
 
@@ -215,10 +224,11 @@ def machines_of(
 class SpeedSample(NamedTuple):
     """One measurement on one node: what was done, and how long it took.
 
-    touched_bytes  weights and KV read
+    touched_bytes  weights read
     operations     floating-point operations: rows times what one row takes, see `step_time.operations`
     seconds        how long it took
     steps, layers, calls  how many whole steps, layers and expert calls it contains: each has an overhead of its own
+    attended_bytes  KV that attention went through
     """
 
     touched_bytes: float
@@ -227,6 +237,7 @@ class SpeedSample(NamedTuple):
     steps: int = 0
     layers: int = 0
     calls: int = 0
+    attended_bytes: float = 0.0
 
 
 FIT_ROUNDS = 8  # of reweighting; the fit stands still after 3 to 5
@@ -253,7 +264,8 @@ def fit_speed(
     believed = np.array(_costs(prior))
     # x = cost / believed cost: the columns are alike in size, and the prior is a vector of ones.
     rows = np.array(
-        [(s.touched_bytes, s.operations, s.steps, s.layers, s.calls) for s in usable], dtype=float
+        [(s.touched_bytes, s.operations, s.steps, s.layers, s.calls, s.attended_bytes) for s in usable],
+        dtype=float,
     )
     rows = rows * believed / np.array([s.seconds for s in usable])[:, None]
     weights = np.ones(len(usable))
@@ -270,21 +282,23 @@ def fit_speed(
 
 
 def _costs(speed: NodeSpeed) -> tuple[float, ...]:
-    """Seconds per byte, per operation, per step, per layer, per call."""
+    """Seconds per byte, per operation, per step, per layer, per call, per byte that is attended to."""
     return (
         1 / speed.memory_bytes_per_s,
         1 / speed.flops,
         max(speed.step_overhead_s, 1e-9),
         max(speed.layer_overhead_s, 1e-9),
         max(speed.call_overhead_s, 1e-9),
+        1 / speed.attended_bytes_per_s,
     )
 
 
 def _from_costs(costs: NDArray[np.float64]) -> NodeSpeed:
-    per_byte, per_operation, step, layer, call = (float(cost) for cost in costs)
+    per_byte, per_operation, step, layer, call, per_attended_byte = (float(cost) for cost in costs)
     return NodeSpeed(
         memory_bytes_per_s=1 / per_byte,
         flops=1 / per_operation,
+        attended_bytes_per_s=1 / per_attended_byte,
         step_overhead_s=step,
         layer_overhead_s=layer,
         call_overhead_s=call,
@@ -315,8 +329,11 @@ def slower(speed: NodeSpeed, factor: float) -> NodeSpeed:
         speed,
         memory_bytes_per_s=speed.memory_bytes_per_s / factor,
         flops=speed.flops / factor,
+        attended_bytes_per_s=speed.attended_bytes_per_s / factor,
         call_work_s=speed.call_work_s * factor,
         serve_work_s=speed.serve_work_s * factor,
+        hand_out_step_s=speed.hand_out_step_s * factor,
+        hand_out_token_s=speed.hand_out_token_s * factor,
         experts=experts
         and ExpertSpeed(
             bytes_per_s=experts.bytes_per_s / factor,

@@ -7,9 +7,12 @@ Seconds of a home with its layers [first, last) and a batch of B token rows, as 
     + sum over MoE layers of (sending + max(own experts, max over called peers of one call))
     + head, on the last layers
 
-    trunk of the layer, head, experts  = bytes read / memory bandwidth + operations / flops
+    trunk of the layer, head, experts  = bytes read / memory bandwidth + operations / flops; attention goes through the
+                                         KV of each row at a rate of its own
     one call of a peer = RTT + call overhead + bytes of rows / link rate + its experts
     sending            = what the home does itself for each peer that is called: lays out, sends, takes in
+
+Handing out what a step brought is another thread's: it takes a processor beside the next step, and no time of this one.
 
 Experts: expert e is chosen by a token with probability p(e), k/E for all without demand, k in all for a layer.
 B tokens touch it with 1 - (1 - p)^B, so E * (1 - (1 - k/E)^B) different ones in all; a token needs nothing of a set of
@@ -243,7 +246,8 @@ def trunk_seconds(
     kv_bytes = batch * context_tokens * np.array(footprint.kv_bytes_per_token, dtype=float)
     layers = (
         speed.layer_overhead_s
-        + (read_bytes + kv_bytes) / speed.memory_bytes_per_s
+        + read_bytes / speed.memory_bytes_per_s
+        + kv_bytes / speed.attended_bytes_per_s
         + operations(footprint, 1.0, batch) * layer_bytes / speed.flops
     )
     head_bytes = footprint.head_bytes + (footprint.embed_bytes if footprint.head_is_tied else 0)
@@ -354,12 +358,12 @@ def predict_home_step(
     by_layer, head = trunk_seconds(footprint, speed, batch, context_tokens, machines.trunk_format(home))
     trunk_s = speed.step_overhead_s + batch * speed.row_overhead_s
     trunk_s += float(by_layer[first_layer:last_layer].sum())
-    if first_layer == 0:
-        trunk_s += batch * speed.token_overhead_s
+    beside_s = speed.hand_out_step_s + batch * speed.hand_out_token_s if first_layer == 0 else 0.0
     if last_layer == footprint.num_layers:
         trunk_s += head
     if not layers:
-        return StepPrediction(trunk_s, trunk_s, 0.0, 0.0, 0.0, 0.0, 1.0, {home: trunk_s}, 0.0, home, trunk_s)
+        work = {home: trunk_s + beside_s}
+        return StepPrediction(trunk_s, trunk_s, 0.0, 0.0, 0.0, 0.0, 1.0, work, 0.0, home, trunk_s)
     if shares is None:
         never = float("inf")
         return StepPrediction(never, trunk_s, 0.0, never, 0.0, 0.0, 0.0)
@@ -376,7 +380,7 @@ def predict_home_step(
         calls=float(found.chance.sum()),
         remote_layers=float((1 - spared**batch).sum()),
         hit_rate=float(1 - remote.mean()),
-        work_s={**found.work_s, home: trunk_s + found.work_s[home]},
+        work_s={**found.work_s, home: trunk_s + beside_s + found.work_s[home]},
         wire_s=float(found.wire.sum()),
         node=home,
         home_s=trunk_s + local_s + float(found.sending.sum()),

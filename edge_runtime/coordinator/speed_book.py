@@ -3,7 +3,8 @@
 A node tries its share when it loads it. While it serves, its heartbeats count steps, rows, calls and processor seconds; what
 the trial promised for them against what they took says how much slower its arithmetic is beside its other threads, and what
 each step, each call that it makes and each that it answers costs on top: least squares over the heartbeats, older ones
-fading. What heartbeats do not tell apart is off by the same factor. Pure.
+fading. What heartbeats do not tell apart is off by the same factor. What the control thread takes to hand out tokens is
+apart from all that: it runs beside the next step. Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,23 +24,36 @@ ENOUGH_S = 0.03  # of promised work between two looks, to correct a speed by
 FADE = 0.9  # what a heartbeat counts for after the next one that brought enough
 PRIOR_WEIGHT = 0.01  # heartbeats that the trial itself counts for
 ALIKE_WEIGHT = 0.02  # and that its proportions count for: a heartbeat errs by 10 %, proportions by some 70 %
-STEP_EXTRA_S = 200e-6  # beside a node's other threads, where nothing was seen yet
+STEP_EXTRA_S = 100e-6  # beside a node's other threads, where nothing was seen yet. Measured: 125 us that no part of a step has
 SERVE_TIMES = (
     2.5  # an expert call at its peer, in echoes: tensors to check, experts to find. Measured: 2.3 to 2.7
 )
 LEAST, MOST = 0.5, 6.0  # times what is believed
-TOKEN_WORK_S = 60e-6  # of a home for handing out a token: text, message
+# Of a home's control thread for handing out what a step brought, and each token of it: text, message. Measured: 320 us for one
+# token, 440 for four, 1,100 for sixteen.
+HAND_OUT_STEP_S, HAND_OUT_TOKEN_S = 260e-6, 50e-6
 
-COUNTERS = ("step_steps", "step_rows_computed", "calls_made", "pairs_sent", "pairs_served", "processor_s")
+COUNTERS = (
+    "step_steps",
+    "step_rows_computed",
+    "step_attended_tokens",
+    "calls_made",
+    "pairs_sent",
+    "pairs_served",
+    "processor_s",
+    "control_s",
+)
 
 
 class Costs(NamedTuple):
-    """What a node's work takes: times its trial's arithmetic; processor seconds of a step, of a call made, of one answered."""
+    """What a node's work takes: times its trial's arithmetic; processor seconds of a step, of a call made, of one answered;
+    and times what handing out tokens is believed to take."""
 
     factor: float
     step_s: float
     call_s: float
     serve_s: float
+    hand_out: float = 1.0
 
 
 class Observed(msgspec.Struct, frozen=True):
@@ -48,6 +62,7 @@ class Observed(msgspec.Struct, frozen=True):
     costs    fitted; None before anything was seen
     counted  its counters when it was last looked at
     matrix, aim  sums of the least squares over heartbeats, in units of what is believed
+    handed_out  seconds of the control thread, and what is believed of them, over heartbeats
     """
 
     pid: int = 0
@@ -55,6 +70,7 @@ class Observed(msgspec.Struct, frozen=True):
     counted: dict[str, float] = {}
     matrix: tuple[tuple[float, ...], ...] = ((0.0,) * 4,) * 4
     aim: tuple[float, ...] = (0.0,) * 4
+    handed_out: tuple[float, float] = (0.0, 0.0)
 
 
 def believed_of(speed: NodeSpeed) -> Costs:
@@ -75,12 +91,15 @@ def promised_s(
     """Processor seconds of arithmetic that a node's trial promises for what it did. done: counters' growth."""
     layers = range(plan.first_layer, plan.last_layer) if plan is not None else range(0)
     steps, rows = done["step_steps"], done["step_rows_computed"]
-    total = done["calls_made"] * speed.send_overhead_s + done["tokens"] * TOKEN_WORK_S
+    total = done["calls_made"] * speed.send_overhead_s
     trunk_bytes = sum(footprint.layer_bytes[layer] for layer in layers)
     total += steps * (
         speed.step_overhead_s + len(layers) * speed.layer_overhead_s + trunk_bytes / speed.memory_bytes_per_s
     )
-    total += rows * (speed.row_overhead_s + operations(footprint, trunk_bytes) / speed.flops)
+    total += rows * operations(footprint, trunk_bytes) / speed.flops
+    total += done["tokens"] * speed.row_overhead_s
+    kv_bytes = sum(footprint.kv_bytes_per_token[layer] for layer in layers)
+    total += done["step_attended_tokens"] * kv_bytes / speed.attended_bytes_per_s
     if layers and layers[-1] + 1 == footprint.num_layers:
         head_bytes = footprint.head_bytes + (footprint.embed_bytes if footprint.head_is_tied else 0)
         total += steps * head_bytes / speed.memory_bytes_per_s
@@ -126,7 +145,7 @@ def look(
         done["calls_made"] * believed.call_s,
         done["calls_served"] * believed.serve_s,
     )
-    took_s = done["processor_s"]
+    took_s = done["processor_s"] - done["control_s"]
     # An idle process takes a little too, and what is not counted (a later stage's steps) is not promised.
     if not ENOUGH_S <= sum(row) <= took_s / LEAST or took_s > MOST * sum(row):
         return msgspec.structs.replace(before, counted=counted)
@@ -136,12 +155,20 @@ def look(
         for line, a in zip(before.matrix, shares, strict=True)
     )
     aim = tuple(FADE * old + part for old, part in zip(before.aim, shares, strict=True))
-    count = len(believed)
+    handed_out = (
+        FADE * before.handed_out[0] + done["control_s"],
+        FADE * before.handed_out[1]
+        + done["step_steps"] * HAND_OUT_STEP_S
+        + done["tokens"] * HAND_OUT_TOKEN_S,
+    )
+    count = len(row)
     together = np.full((count, count), 1 / count)
     pull = PRIOR_WEIGHT * together + ALIKE_WEIGHT * (np.eye(count) - together)
     times = np.linalg.solve(np.array(matrix) + pull, np.array(aim) + pull.sum(axis=0))
-    costs = Costs(*(float(value) for value in np.clip(times, LEAST, MOST) * np.array(believed)))
-    return Observed(pid, costs, counted, matrix, aim)
+    found = [float(value) for value in np.clip(times, LEAST, MOST) * np.array(believed[:count])]
+    hand_out = handed_out[0] / handed_out[1] if handed_out[1] else 1.0
+    costs = Costs(*found)._replace(hand_out=min(max(hand_out, LEAST), MOST))
+    return Observed(pid, costs, counted, matrix, aim, handed_out)
 
 
 def corrected(speed: NodeSpeed, costs: Costs | None) -> NodeSpeed:
@@ -155,7 +182,8 @@ def corrected(speed: NodeSpeed, costs: Costs | None) -> NodeSpeed:
     return replace(
         slowed,
         step_overhead_s=slowed.step_overhead_s + costs.step_s,
-        token_overhead_s=costs.factor * TOKEN_WORK_S,
+        hand_out_step_s=costs.hand_out * HAND_OUT_STEP_S,
+        hand_out_token_s=costs.hand_out * HAND_OUT_TOKEN_S,
         call_work_s=costs.call_s,
         serve_work_s=costs.serve_s,
         call_overhead_s=idle_s + costs.serve_s,

@@ -68,6 +68,7 @@ LOOK_EVERY = 16  # steps: a look costs 10 us a layer
 class StepTimes:
     """Seconds spent since the start, by part of a step.
 
+    attended_tokens  tokens of KV that the rows of steps attended to, each row's summed, in one layer
     touched_layers, touched_rows, touched_experts  of every 16th decode step its layers with experts, their rows, and the
                                                    distinct experts that these chose, each summed over the layers
     """
@@ -80,6 +81,7 @@ class StepTimes:
     sample: float = 0.0
     steps: int = 0
     rows_computed: int = 0
+    attended_tokens: int = 0
     touched_layers: int = 0
     touched_rows: int = 0
     touched_experts: int = 0
@@ -261,6 +263,7 @@ class Runner:
             batch = two_halves(batch, rows.encoder_tokens)
         batch = on_device(batch)
         self._served.begin_step(rows.row_request.numpy(), num_slices)
+        times.attended_tokens += int(rows.positions.sum()) + len(rows.positions)
         times.rows += now() - began
 
         if self.first_layer == 0:

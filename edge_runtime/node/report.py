@@ -39,6 +39,7 @@ def node_report(
         "service_s": served.busy_s,
         **(more or {}),
         "processor_s": clock.processor_s(),
+        "control_s": clock.thread_s(),  # whoever reports is the thread that hands out what steps bring
         "blocks_handed_on": float(served.blocks),
     }
     report: dict[str, Any] = {

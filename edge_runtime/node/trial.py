@@ -1,8 +1,8 @@
 """Tries a node's own share before it serves, through the code that will serve: what do its steps and its experts take?
 
-A few decode steps of one, of sixteen and of four rows on made-up tokens, with the experts that are resident standing in for
-those that are not. Parts are timed apart and a node's speed is fitted to them. Touches no socket; whoever calls it does so
-before the share is used, since a trial writes into KV blocks that nobody owns yet.
+A few decode steps of one, of sixteen and of four rows, the last of them after longer prompts, on made-up tokens, with the
+experts that are resident standing in for those that are not. Parts are timed apart and a node's speed is fitted to them.
+Touches no socket; whoever calls it does so before the share is used, since a trial writes into KV blocks that nobody owns yet.
 """
 
 import math
@@ -31,10 +31,11 @@ from topology.costs import ModelFootprint
 from topology.speeds import ExpertSpeed, NodeSpeed, SpeedSample, fit_speed
 from topology.step_time import operations
 
-BUDGET_S = 0.15  # after so long nothing further is begun
-BATCHES = (1, 16, 4)
+BUDGET_S = 0.25  # after so long nothing further is begun
+# Rows -> tokens of the prompts before them: at the longer ones it shows what attention takes.
+BATCHES = {1: 12, 16: 8, 4: 60}
 STEPS = 8  # decode steps of each batch
-PROMPT_TOKENS = 12
+CONTEXT_TOKENS = max(BATCHES.values()) + STEPS
 QUANTILE = 0.25  # of the times of equal steps: neighbours only ever make them longer
 CALLS = 20
 
@@ -144,24 +145,26 @@ def try_home(
     port = _Resident(store, clock)
     most = max(BATCHES)
     runner = Runner(
-        decoder=decoder, port=port, table=RequestTable(most, min(context_tokens, 64)), clock=clock
+        decoder=decoder,
+        port=port,
+        table=RequestTable(most, min(context_tokens, CONTEXT_TOKENS)),
+        clock=clock,
     )
     settings = SchedulerSettings(
         vocab_size=spec.vocab_size,
-        context_tokens=min(context_tokens, 64),
+        context_tokens=min(context_tokens, CONTEXT_TOKENS),
         max_rows=max(max_rows, most),
         max_running=min(most, max_rows),
     )
     scheduler = Scheduler(settings, BlockPool(num_blocks), model_hash="trial", tokenizer_hash="")
     steps = _Steps(scheduler, runner, Sampler(spec.vocab_size), port, clock)
-    tokens = PROMPT_TOKENS + STEPS
     fitting = [
         batch
-        for batch in BATCHES
+        for batch, prompt in BATCHES.items()
         if batch <= settings.max_running
-        and batch * PROMPT_TOKENS <= settings.max_rows
-        and batch * blocks_for(tokens) <= num_blocks
-        and tokens <= settings.context_tokens
+        and batch * prompt <= settings.max_rows
+        and batch * blocks_for(prompt + STEPS) <= num_blocks
+        and prompt + STEPS <= settings.context_tokens
     ]
     if not backends.is_on_host():
         for batch in fitting:  # a kernel is compiled when it is first called, which takes seconds
@@ -194,7 +197,7 @@ class _Steps:
         now = self._clock.now()
         requests = []
         for index in range(batch):
-            prompt = self._random.integers(0, vocab, PROMPT_TOKENS).tolist()
+            prompt = self._random.integers(0, vocab, BATCHES[batch]).tolist()
             requests.append(Request(f"{batch}/{index}", prompt, params, now))
             self._scheduler.add(requests[-1])
         parts: list[_Part] = []
@@ -258,22 +261,24 @@ def _speed_of(
     kv_bytes = sum(footprint.kv_bytes_per_token[layer] for layer in layers)
     head_bytes = footprint.head_bytes + (footprint.embed_bytes if footprint.head_is_tied else 0)
     samples = []
-    for part in parts:
-        work = operations(footprint, trunk_bytes, part.rows)
+    # Of a prompt's rows few are sampled and few tables are laid out: they say little of what a row of decoding takes.
+    decoding = [part for part in parts if part.rows in BATCHES] or parts
+    for part in decoding:
+        work, attended = operations(footprint, trunk_bytes, part.rows), part.context * kv_bytes
         samples.append(
-            SpeedSample(trunk_bytes + part.context * kv_bytes, work, part.trunk, layers=len(layers))
+            SpeedSample(trunk_bytes, work, part.trunk, layers=len(layers), attended_bytes=attended)
         )
-        if last == footprint.num_layers and part.rows in BATCHES:
+        if last == footprint.num_layers:
             samples.append(SpeedSample(head_bytes, operations(footprint, head_bytes, part.rows), part.head))
     fitted = fit_speed(samples)
-    per_row, fixed = _line([part.rows for part in parts], [part.rest for part in parts])
+    per_row, fixed = _line([part.rows for part in decoding], [part.rest for part in decoding])
     moe_layers = [layer for layer in footprint.moe_layers if layer in layers]
     return replace(
         fitted,
         step_overhead_s=max(fixed, 1e-6),
         row_overhead_s=max(per_row, 0.0),
         send_overhead_s=NodeSpeed.send_overhead_s,
-        experts=_expert_speed(footprint, parts, weight_format, len(moe_layers)),
+        experts=_expert_speed(footprint, decoding, weight_format, len(moe_layers)),
     )
 
 

@@ -93,6 +93,7 @@ def test_one_sample_is_enough_to_learn_that_a_node_is_slow() -> None:
             st.integers(0, 2),
             st.integers(0, 48),
             st.integers(0, 9),
+            st.floats(0, 1e9),
         ),
         max_size=6,
     )
@@ -101,6 +102,7 @@ def test_any_samples_give_a_speed_that_is_positive_and_finite(found: list[SpeedS
     speed = fit_speed(found)
     for name in ("memory_bytes_per_s", "flops", "step_overhead_s", "layer_overhead_s", "call_overhead_s"):
         assert 0 < getattr(speed, name) < math.inf
+    assert 0 < speed.attended_bytes_per_s < math.inf
 
 
 def test_measured_wins_over_declared_and_declared_over_typical() -> None:

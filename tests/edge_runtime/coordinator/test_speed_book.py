@@ -7,9 +7,10 @@ import pytest
 
 from edge_runtime.coordinator.speed_book import (
     COUNTERS,
+    HAND_OUT_STEP_S,
+    HAND_OUT_TOKEN_S,
     SERVE_TIMES,
     STEP_EXTRA_S,
-    TOKEN_WORK_S,
     Costs,
     Observed,
     corrected,
@@ -52,13 +53,15 @@ def lived(plan: NodePlan, costs: Costs, seed: int = 1, beats: int = 12) -> Obser
             "step_steps": float(steps),
             "step_rows_computed": float(steps * rows),
             "tokens": float(steps * rows),
+            "step_attended_tokens": float(steps * rows * 80),
             "calls_made": float(calls),
             "calls_served": float(served),
             "pairs_sent": float(calls),
             "pairs_served": float(served),
         }
         arithmetic = promised_s(done, SPEED, DEMO, plan)
-        done["processor_s"] = (
+        done["control_s"] = costs.hand_out * steps * (HAND_OUT_STEP_S + rows * HAND_OUT_TOKEN_S)
+        done["processor_s"] = done["control_s"] + (
             costs.factor * arithmetic + steps * costs.step_s + calls * costs.call_s + served * costs.serve_s
         )
         totals = {name: value + done[name] for name, value in totals.items()}
@@ -80,7 +83,7 @@ def told(totals: dict[str, float], speed: NodeSpeed | None = SPEED) -> NodeRepor
     "costs",
     [
         Costs(1.0, 200e-6, 100e-6, 250e-6),
-        Costs(1.6, 500e-6, 150e-6, 600e-6),
+        Costs(1.6, 500e-6, 150e-6, 600e-6, 3.0),
         Costs(2.5, 1e-4, 5e-5, 2e-4),
     ],
 )
@@ -96,6 +99,7 @@ def test_what_work_takes_is_found_from_heartbeats(plan, costs) -> None:
             c.factor * arithmetic + c.step_s + calls * c.call_s + served * c.serve_s for c in (costs, found)
         )
         assert told_ == pytest.approx(true, rel=0.2), (rows, calls, served)
+    assert found.hand_out == pytest.approx(costs.hand_out), "what another thread does is no part of a step"
 
 
 def test_a_little_work_teaches_nothing_and_a_restart_begins_anew(plan) -> None:
@@ -118,11 +122,13 @@ def test_costs_are_added_to_what_was_measured() -> None:
     assert plain == replace(
         SPEED,
         step_overhead_s=SPEED.step_overhead_s + STEP_EXTRA_S,
-        token_overhead_s=TOKEN_WORK_S,
+        hand_out_step_s=HAND_OUT_STEP_S,
+        hand_out_token_s=HAND_OUT_TOKEN_S,
         serve_work_s=SERVE_TIMES * SPEED.serve_work_s,
         call_overhead_s=pytest.approx(50e-6 + SERVE_TIMES * SPEED.serve_work_s),
     )
-    slow = corrected(SPEED, Costs(2.0, 1e-3, 300e-6, 700e-6))
+    slow = corrected(SPEED, Costs(2.0, 1e-3, 300e-6, 700e-6, 3.0))
+    assert slow.hand_out_token_s == pytest.approx(3 * HAND_OUT_TOKEN_S)
     assert slow.memory_bytes_per_s == SPEED.memory_bytes_per_s / 2
     assert slow.step_overhead_s == pytest.approx(2 * SPEED.step_overhead_s + 1e-3)
     assert (slow.call_work_s, slow.serve_work_s) == (300e-6, 700e-6)
