@@ -15,29 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from edge_runtime.cache.block_store import Blocks
-from edge_runtime.cache.prefix import HASH_BYTES
 from edge_runtime.clock import Clock
-from edge_runtime.engine.engine import Ended, Engine, EngineThread, Output
+from edge_runtime.engine.engine import Engine, Output
 from edge_runtime.engine.pipeline import PipelineEngine
-from edge_runtime.engine.request import read_params
-from edge_runtime.errors import ProtocolError, RequestError
+from edge_runtime.errors import ProtocolError
 from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.folder import tokenizer_of
-from edge_runtime.node.answers import AnswerStream
+from edge_runtime.node.answering import Answering
 from edge_runtime.node.expert_service import ExpertService, Residents
 from edge_runtime.node.gauge import Gauge, peers_to_probe
-from edge_runtime.node.handoff import BlockReceivers, FetchJob
+from edge_runtime.node.handoff import BlockReceivers
 from edge_runtime.node.prober import LinkProber
 from edge_runtime.node.report import node_report
-from edge_runtime.node.requests import (
-    HomeRequest,
-    account_of,
-    ended_by,
-    make_request,
-    prefilled_tensors,
-)
 from edge_runtime.node.resident import give_back, resident_bytes, trim_heap
 from edge_runtime.node.share import (
     Fetch,
@@ -61,18 +51,13 @@ from edge_runtime.protocol import (
     DeployFailed,
     DeployProgress,
     Envelope,
-    Failed,
     FetchAhead,
-    Finished,
     Generate,
-    Handoff,
     Heartbeat,
     HeartbeatReply,
     Hello,
     Message,
     PeersChanged,
-    Prefilled,
-    Prefilling,
     Refused,
     Release,
     StageResult,
@@ -99,10 +84,6 @@ PROGRESS_S = 2.0  # a wait longer than this says what is awaited
 GREET_AGAIN_S = 1.0
 LOADER_ENDS_S = 2.0  # how long a share that is being loaded may take to be given up when the node stops
 PROBER_END_S = 1.0
-ORPHAN_S = (
-    60.0  # how long answers go on without a coordinator, and those that ended are kept for the next one
-)
-MAX_ENDED = 256  # of these at most
 SWITCH_INTERVAL_S = 0.0005  # Python's default of 5 ms would hold an engine step up for as long
 ACTIVATION_DTYPE = "float32"
 
@@ -157,19 +138,21 @@ class NodeDaemon:
             set()
         )  # epochs that the coordinator has not named since it told what counts now
         self._loader: ShareLoader | None = None
-        self._engine: EngineThread | None = None
-        self._requests: dict[str, HomeRequest] = {}
-        self._aborting: set[str] = set()  # of them, those that the engine was told to end
-        self._again: dict[str, Generate] = {}  # and what comes in their place
-        # A coordinator may be gone before it passed their end on.
-        self._just_ended: dict[str, HomeRequest] = {}
         self._coordinator_is = ""  # incarnation of the one that greeted last
         self._gauge = Gauge()
         self._prober: LinkProber | None = None
-        self._fetching: dict[str, FetchJob] = {}  # of requests whose KV is on its way
-        self._ahead: dict[str, list[FetchJob]] = {}  # of requests that will probably come, by id
         self._receivers = BlockReceivers(
             self._identity, keys, clock, deadline_s=cluster.call_deadline_s, died=self._wake_up
+        )
+        self._answering = Answering(
+            node.name,
+            self._tokenizer,
+            checkpoint.spec.encoder,
+            clock,
+            self._receivers,
+            serves_by=lambda: self._share,
+            tell=self._tell,
+            post=self._post,
         )
         self._stopping = False
         self._greeted = False
@@ -231,7 +214,7 @@ class NodeDaemon:
             self._events.popleft()()
 
     def _raise_faults(self) -> None:
-        for thread in (self._service, self._stages, self._engine):
+        for thread in (self._service, self._stages, self._answering.engine):
             if thread is not None and thread.fault is not None:
                 raise thread.fault
         if self._receivers.fault is not None:
@@ -245,7 +228,7 @@ class NodeDaemon:
         if self._coordinator.is_lost() or is_silent:
             log.warning("the coordinator at %s is gone; greeting it again", self._cluster.coordinator)
             self._forget_coordinator(now)
-        self._forget_requests(now)
+        self._answering.forget(now, None if self._greeted else now - self._waiting_since_s)
         if not self._greeted:
             self._greet(now)
         elif now >= self._beat_at_s:
@@ -263,7 +246,13 @@ class NodeDaemon:
                 trim_heap()
                 self._trims = False
             report = node_report(
-                self._share, self._service, self._loader, self._engine, self._gauge, self._clock, moved
+                self._share,
+                self._service,
+                self._loader,
+                self._answering.engine,
+                self._gauge,
+                self._clock,
+                moved,
             )
             self._send(Heartbeat(self._beats, report))
 
@@ -277,7 +266,7 @@ class NodeDaemon:
             self._gauge.served(experts.traffic)
         hosts = [*experts.host_names, *share.stages, *self._receivers.sources] if experts is not None else []
         alive = experts.alive if experts is not None else ()
-        due = self._gauge.due(peers_to_probe(hosts, alive, own), now, is_idle=not self._requests)
+        due = self._gauge.due(peers_to_probe(hosts, alive, own), now, is_idle=self._answering.is_idle)
         addresses = {peer.name: peer for peer in share.peers}
         itself = None if self._gauge.knows_call else addresses.get(own)
         if not due and itself is None:
@@ -316,33 +305,12 @@ class NodeDaemon:
         """Tell a coordinator that does not know them which requests run here; one that does has moved them away."""
         knows_them, self._coordinator_is = coordinator == self._coordinator_is, coordinator
         if knows_them:
-            self._just_ended.clear()
-            for request_id in list(self._requests):
-                self._abort(request_id)
+            self._answering.end_all()
             return
         if self._loader is not None:  # for a change that ended with the coordinator before
             self._loader.is_wanted = False
         self._waiting = []
-        for home in (*self._just_ended.values(), *self._requests.values()):
-            request_id = home.request.request_id
-            if (
-                home.asked is not None and home.asked.prefill_only
-            ):  # nobody is told where its blocks are to go
-                self._abort(request_id)
-            elif request_id not in self._aborting:
-                self._send(home.still_running())
-
-    def _forget_requests(self, now: float) -> None:
-        """Without a coordinator for a minute nobody comes back for them; those that ended are kept as long."""
-        if not self._greeted and now - self._waiting_since_s > ORPHAN_S:
-            for request_id in list(self._requests):
-                self._abort(request_id)
-        while self._just_ended:
-            oldest = next(iter(self._just_ended.values()))
-            assert oldest.ended_s is not None, "only requests that ended are kept so"
-            if len(self._just_ended) <= MAX_ENDED and now - oldest.ended_s <= ORPHAN_S:
-                break
-            del self._just_ended[oldest.request.request_id]
+        self._answering.tell_all()
 
     def _greet(self, now: float) -> None:
         if now >= self._greet_at_s and self._coordinator.is_up():
@@ -357,6 +325,11 @@ class NodeDaemon:
         sent = self._coordinator.send(message, tensors=tensors)
         if not sent:
             log.warning("%s not sent to the coordinator: %s", type(message).__name__, sent.value)
+
+    def _tell(self, message: Message, tensors: Sequence[Any] = ()) -> None:
+        """Send it if there is a coordinator: the next one is told of all requests."""
+        if self._greeted:
+            self._send(message, tensors)
 
     def _take_messages(self) -> None:
         while True:
@@ -399,17 +372,17 @@ class NodeDaemon:
                 if epoch == self._active and (self._loader is not None or self._waiting):
                     return  # what is being loaded takes the answers over, and gives this back
                 if epoch == self._active:  # we were lost meanwhile, and the others went on without us
-                    self._stop_engine("has no part in the placement any more")
+                    self._answering.stop("has no part in the placement any more")
                     self._active = 0
                 self._release(epoch)
             case PeersChanged():
                 self._peers_changed(message)
             case Generate():
-                self._generate(message)
+                self._answering.generate(message)
             case FetchAhead():
-                self._fetch_ahead(message, *tensors)
+                self._answering.fetch_ahead(message, *tensors)
             case Abort(request_id=request_id):
-                self._abort(request_id)
+                self._answering.abort(request_id)
             case Stop(reason=reason):
                 log.info("told to stop: %s", reason)
                 self._stopping = True
@@ -545,7 +518,7 @@ class NodeDaemon:
         """On the service's thread: a step for a later stage here, or what became of a step of the engine."""
         if isinstance(envelope.message, StageStep):
             return self._stages.offer(sender, envelope)
-        share, thread = self._shares.get(envelope.epoch), self._engine
+        share, thread = self._shares.get(envelope.epoch), self._answering.engine
         if share is None or share.later is None or sender not in share.later.nodes[1:] or thread is None:
             return Refused("stage", f"{self._node.name} awaits no result from {sender}")
         result, tensors = envelope.message, envelope.tensors
@@ -561,14 +534,11 @@ class NodeDaemon:
         self._active = epoch
         self._publish()
         if share is None or share.engine is None:
-            self._stop_engine("answers no more requests", is_planned=True)
+            self._answering.stop("answers no more requests", is_planned=True)
             then()
-        elif self._engine is None:
+        elif self._answering.engine is None:
             _begin_anew(share)
-            self._engine = EngineThread(
-                share.engine, lambda outputs: self._post(lambda: self._take_outputs(outputs)), self._wake_up
-            )
-            self._engine.start()
+            self._answering.start(share.engine, self._wake_up)
             then()
         else:
 
@@ -582,8 +552,8 @@ class NodeDaemon:
                 engine, outputs = share.switch_to(running)
                 return engine, outputs
 
-            self._engine.switch(switch)
-            self._engine.call(lambda engine: self._post(then))
+            self._answering.engine.switch(switch)
+            self._answering.engine.call(lambda engine: self._post(then))
 
     def _release(self, epoch: int) -> None:
         if self._loader is not None and self._loader.epoch == epoch:
@@ -599,8 +569,8 @@ class NodeDaemon:
         """On the thread that works with it, which may be at a step by it and has to change over first."""
         if share.place is not None:
             self._stages.call(lambda: self._closed(share))
-        elif self._engine is not None:
-            self._engine.call(lambda engine: self._closed(share))
+        elif self._answering.engine is not None:
+            self._answering.engine.call(lambda engine: self._closed(share))
         else:
             self._closed(share)
 
@@ -616,24 +586,6 @@ class NodeDaemon:
             self._release(epoch)
         self._unsaid = set()
 
-    def _stop_engine(self, why: str, *, is_planned: bool = False) -> None:
-        """Stop answering: another home goes on. is_planned: another placement wants it so."""
-        if self._engine is not None:
-            self._engine.stop()
-            self._engine.join()
-            self._engine = None
-        for request_id in self._requests if self._greeted else ():
-            detail = f"node {self._node.name} {why} while it was answering"
-            reason = "moving" if is_planned else "stopping"
-            self._send(Failed(request_id, "cluster", reason, detail, node=self._node.name))
-        self._requests.clear()
-        self._aborting.clear()
-        self._again.clear()
-        for job in (*self._fetching.values(), *(job for jobs in self._ahead.values() for job in jobs)):
-            job.is_cancelled = True
-        self._fetching.clear()
-        self._ahead.clear()
-
     def _peers_changed(self, message: PeersChanged) -> None:
         share = self._shares.get(message.epoch)
         if share is None or share.experts is None:
@@ -641,7 +593,7 @@ class NodeDaemon:
         experts, serves_now = share.experts, message.epoch == self._active
         if share.place is not None:
             self._stages.call(lambda: experts.peers_changed(message.alive, message.replacing))
-        if share.engine is None or self._engine is None:
+        if share.engine is None or self._answering.engine is None:
             return
 
         def tell(engine: Engine) -> None:
@@ -651,171 +603,12 @@ class NodeDaemon:
             if serves_now:
                 experts.greet_all(GREET_AGAIN_S)
 
-        self._engine.call(tell)
-
-    # Requests.
-
-    def _generate(self, generate: Generate) -> None:
-        request_id = generate.request_id
-        if self._engine is None or self._share is None or self._share.engine is None:
-            why = f"node {self._node.name} has no engine for epoch {self._share.epoch if self._share else 0}"
-            self._send(Failed(request_id, "cluster", "not_ready", why, node=self._node.name))
-            return
-        if request_id in self._aborting:  # it was taken away from here and comes back before it has ended
-            self._again[request_id] = generate
-            return
-        if request_id in self._requests:
-            why = f"request id {request_id} is in use at node {self._node.name}; choose another"
-            self._send(Failed(request_id, "user", "request", why, node=self._node.name))
-            return
-        settings = self._share.engine.scheduler.settings
-        try:
-            request = make_request(
-                generate,
-                self._tokenizer,
-                vocab_size=settings.vocab_size,
-                context_tokens=settings.context_tokens,
-                now=self._clock.now(),
-                encoder=self._checkpoint.spec.encoder,
-                elasticity=self._share.elasticity,
-            )
-        except RequestError as error:
-            self._send(
-                Failed(
-                    request_id,
-                    "user",
-                    "request",
-                    str(error),
-                    node=self._node.name,
-                    option=error.field or "",
-                )
-            )
-            return
-        stream = AnswerStream(self._tokenizer.stream(), request.params.stop)
-        stages = self._share.later.nodes if self._share.later is not None else ()
-        home = self._requests[request_id] = HomeRequest(
-            request, stream, self._node.name, stages=stages, handoff=generate.handoff, asked=generate
-        )
-        if generate.prefill_only:
-            asked = read_params(generate.sampling)
-            home.goes_on = lambda: (
-                ended_by(
-                    request.output_ids,
-                    asked,
-                    num_tokens=len(request.tokens),
-                    eos_ids=settings.eos_ids,
-                    context_tokens=settings.context_tokens,
-                )
-                is None
-            )
-        ended = home.resume(settings.eos_ids, settings.context_tokens, self._clock.now())
-        if ended is not None:
-            self._take_outputs([Output(request_id, None, None, ended)])
-        elif (
-            generate.handoff is not None
-            and generate.handoff.source.address
-            and generate.handoff.source.name != self._node.name
-        ):
-            self._fetch_blocks(home, generate.handoff)
-        else:
-            self._engine.submit(request, account_of(generate.handoff.served) if generate.handoff else None)
-
-    def _fetch_blocks(self, home: HomeRequest, handoff: Handoff) -> None:
-        """Take in what the node that computed the prompt still has of it; the request begins when that is over."""
-        request, engine_thread = home.request, self._engine
-        assert engine_thread is not None, "a request comes to a node that has an engine"
-        store = engine_thread.engine.blocks
-        hashes = engine_thread.engine.scheduler.prompt_hashes(request)
-        if store is None or not hashes:
-            engine_thread.submit(request, account_of(handoff.served))
-            return
-
-        def take(names: Sequence[bytes], blocks: Blocks) -> None:
-            engine_thread.call(lambda engine: _take_blocks(engine, names, blocks))
-
-        def done(num_blocks: int, why: str) -> None:
-            self._post(lambda: self._begin_fetched(home, handoff, num_blocks, why))
-
-        job = self._fetching[request.request_id] = FetchJob(request.request_id, hashes, store, take, done)
-        self._receivers.fetch(handoff.source, job)
-
-    def _fetch_ahead(self, message: FetchAhead, hashes: np.ndarray) -> None:
-        """Take in blocks of a prompt that is still being computed: they are cached, and nobody waits for them."""
-        request_id, engine_thread = message.request_id, self._engine
-        store = engine_thread.engine.blocks if engine_thread is not None else None
-        if engine_thread is None or store is None or request_id in self._requests:
-            return
-        if not len(hashes) or hashes.shape[1] != HASH_BYTES:  # whoever computed the prompt has named them
-            return
-
-        def take(names: Sequence[bytes], blocks: Blocks) -> None:
-            engine_thread.call(lambda engine: _take_blocks(engine, names, blocks))
-
-        job: FetchJob
-        done = lambda *_: self._post(lambda: self._ended_ahead(job))  # noqa: E731
-        job = FetchJob(request_id, [row.tobytes() for row in hashes], store, take, done, is_ahead=True)
-        self._ahead.setdefault(request_id, []).append(job)
-        self._receivers.fetch(message.source, job)
-
-    def _ended_ahead(self, job: FetchJob) -> None:
-        jobs = self._ahead.get(job.request_id, [])
-        if job in jobs:
-            jobs.remove(job)
-        if not jobs:
-            self._ahead.pop(job.request_id, None)
-
-    def _begin_fetched(self, home: HomeRequest, handoff: Handoff, num_blocks: int, why: str) -> None:
-        request_id = home.request.request_id
-        if self._requests.get(request_id) is not home or self._engine is None:
-            return  # it ended meanwhile
-        del self._fetching[request_id]
-        if why:
-            log.info(
-                "request %s: %d blocks came from %s: %s", request_id, num_blocks, handoff.source.name, why
-            )
-        self._engine.submit(home.request, account_of(handoff.served))
-
-    def _abort(self, request_id: str) -> None:
-        self._again.pop(request_id, None)
-        for ahead in self._ahead.pop(request_id, ()):
-            ahead.is_cancelled = True
-        job = self._fetching.pop(request_id, None)
-        if job is not None:
-            job.is_cancelled = True
-            ended = Ended(self._requests[request_id].request, "abort", "", self._clock.now())
-            self._take_outputs([Output(request_id, None, None, ended)])
-            return
-        if self._engine is not None and request_id in self._requests:
-            self._aborting.add(request_id)
-            self._engine.abort(request_id)
-
-    def _take_outputs(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            home = self._requests.get(output.request_id)
-            if home is None:
-                continue
-            messages, abort = home.take(output)
-            if abort and self._engine is not None:
-                self._engine.abort(output.request_id)
-            for message in messages:
-                if self._greeted:
-                    is_part = isinstance(message, Prefilled | Prefilling)
-                    tensors = prefilled_tensors(home.request, output.part) if is_part else ()
-                    self._send(message, tensors)
-                if isinstance(message, Finished | Failed | Prefilled):
-                    del self._requests[output.request_id]
-                    if not isinstance(message, Prefilled):
-                        home.ended_s = self._clock.now()
-                        self._just_ended[output.request_id] = home
-                    self._aborting.discard(output.request_id)
-                    again = self._again.pop(output.request_id, None)
-                    if again is not None:
-                        self._generate(again)
+        self._answering.engine.call(tell)
 
     def _shut_down(self, why: str) -> None:
         self._service.residents = {}
         self._service.blocks = None
-        self._stop_engine(why)
+        self._answering.stop(why)
         self._receivers.stop(STOP_S)
         if self._greeted:
             self._send(Stopping(why.rstrip(",")))
@@ -838,11 +631,6 @@ class NodeDaemon:
             self._loader is None or not self._loader.is_alive()
         ):  # it would wake whatever has the number by then
             self._waker.close()
-
-
-def _take_blocks(engine: Engine, hashes: Sequence[bytes], blocks: Blocks) -> None:
-    if engine.blocks is not None:
-        engine.blocks.take(hashes, blocks)
 
 
 def _begin_anew(share: LoadedShare) -> None:
