@@ -11,6 +11,7 @@ from kernels.reference.formats import Codes, decode
 from kernels.reference.integers import whole_rows
 
 ROWS = 16  # rows per matrix product, whatever the step holds
+OUTPUTS = 16  # and at least so many outputs: with 8 or fewer MKL rounds a row by its place on processors without AVX-512
 
 
 def row_tiles(num_rows: int) -> Iterator[slice]:
@@ -51,10 +52,13 @@ def whole_product(x: Tensor, weight: Tensor) -> Tensor:
 
 def float_product(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K] times weight [N, K] transposed, both float32, tile by tile."""
-    out = x.new_empty(len(x), len(weight))
+    num_outputs = len(weight)
+    if num_outputs < OUTPUTS:
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, OUTPUTS - num_outputs))
+    out = x.new_empty(len(x), num_outputs)
     for rows in row_tiles(len(x)):
         tile = torch.mm(whole_tile(x[rows]), weight.t())
-        out[rows] = tile[: rows.stop - rows.start]
+        out[rows] = tile[: rows.stop - rows.start, :num_outputs]
     return out
 
 
