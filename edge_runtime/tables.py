@@ -40,7 +40,8 @@ def status_table(body: dict[str, Any]) -> str:
         f"cluster {body['cluster']}: "
         + _STATES[body["state"]].format(**body)
         + f", placement epoch {body['epoch']}",
-        f"requests: {requests['in_flight']} in flight, {requests['finished']} finished, {requests['failed']} failed",
+        f"requests: {requests['in_flight']} in flight, {requests['finished']} finished, "
+        f"{requests['failed']} failed, {requests['refused']} refused",
     ]
     if body["to_start"]:
         head.append(body["to_start"])

@@ -47,6 +47,7 @@ def status_body(
             "in_flight": len(streams),
             "finished": streams.num_finished,
             "failed": streams.num_failed,
+            "refused": streams.num_refused,
         },
         "groups": [
             {

@@ -152,6 +152,7 @@ class Streams:
         self._expected: Counter[str] = Counter()
         self.num_finished = 0
         self.num_failed = 0
+        self.num_refused = 0  # ended through the fault of who asked: no failure of the cluster
 
     def __len__(self) -> int:
         """How many run."""
@@ -320,7 +321,9 @@ class Streams:
             stream.lost.ended, stream.node = message, ""
             return []
         del self._streams[message.request_id]
-        if isinstance(message, Failed):
+        if isinstance(message, Failed) and message.kind == "user":
+            self.num_refused += 1
+        elif isinstance(message, Failed):
             self.num_failed += 1
         else:
             self.num_finished += 1

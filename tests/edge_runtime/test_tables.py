@@ -41,7 +41,7 @@ def status(**changes: object) -> dict:
         "to_start": "",
         "waiting_for": "",
         "epoch": 1,
-        "requests": {"in_flight": 2, "finished": 5, "failed": 1},
+        "requests": {"in_flight": 2, "finished": 5, "failed": 1, "refused": 7},
         "experts_without_host": 0,
         "groups": [group("n1")],
         "nodes": [node | changes],
@@ -52,7 +52,7 @@ def status(**changes: object) -> dict:
 def test_a_ready_cluster_is_shown_with_every_number():
     head, requests, _, columns, row = status_table(status()).splitlines()
     assert head == "cluster test: ready, placement epoch 1"
-    assert requests == "requests: 2 in flight, 5 finished, 1 failed"
+    assert requests == "requests: 2 in flight, 5 finished, 1 failed, 7 refused"
     assert columns.split()[:4] == ["node", "roles", "state", "pid"]
     cells = ["n1", "decode,experts", "ready", "77", "127.0.0.1:5601", "400.0", "300.0", "8", "60", "of", "64"]
     assert row.split() == [*cells, "2", "123", "9"]

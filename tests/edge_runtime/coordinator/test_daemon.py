@@ -213,7 +213,7 @@ def test_a_request_reaches_a_home_as_it_was_asked_and_its_answer_the_client(addr
     assert [client.next(Tokens).text for _ in range(3)] == ["0 ", "1 ", "2 "]
     assert client.next(Finished).finish_reason == "length"
     status = client.status()
-    assert status["requests"] == {"in_flight": 0, "finished": 1, "failed": 0}
+    assert status["requests"] == {"in_flight": 0, "finished": 1, "failed": 0, "refused": 0}
     json.dumps(status)
 
 

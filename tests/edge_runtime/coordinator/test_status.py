@@ -100,7 +100,7 @@ def test_requests_are_counted_by_node_and_by_how_they_ended(watched):
     watched.streams.end(Finished("r0", "stop"))
     watched.streams.end(Failed("r1", "cluster", "x", "y"))
     body = watched.body()
-    assert body["requests"] == {"in_flight": 2, "finished": 1, "failed": 1}
+    assert body["requests"] == {"in_flight": 2, "finished": 1, "failed": 1, "refused": 0}
     assert [node["in_flight"] for node in body["nodes"]] == [1, 1]
 
 

@@ -23,7 +23,7 @@ class Windows(RuleBasedStateMachine):
         self.sent: dict[str, list] = defaultdict(list)
         self.got: dict[str, list[Tokens]] = defaultdict(list)
         self.granted: dict[str, int] = {}
-        self.ends = {"finished": 0, "failed": 0}
+        self.ends = {"finished": 0, "failed": 0, "refused": 0}
 
     @rule(
         client=st.sampled_from([b"c1", b"c2"]), node=st.sampled_from(["n1", "n2"]), credit=st.integers(0, 4)
@@ -84,16 +84,17 @@ class Windows(RuleBasedStateMachine):
         self.check_window(request_id)
 
     @precondition(lambda self: self.opened)
-    @rule(data=st.data(), fails=st.booleans())
-    def it_ends(self, data, fails: bool) -> None:
+    @rule(data=st.data(), how=st.sampled_from(["finished", "failed", "refused"]))
+    def it_ends(self, data, how: str) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.opened)))
-        end = Failed(request_id, "cluster", "x", "y") if fails else Finished(request_id, "stop")
+        whose = "user" if how == "refused" else "cluster"
+        end = Finished(request_id, "stop") if how == "finished" else Failed(request_id, whose, "x", "y")
         *before, last = self.streams.end(end)
         self.take(request_id, before)
         assert last == Delivery(self.opened[request_id][0], end)
         assert self.joined(request_id) == self.sent_joined(request_id)
         del self.opened[request_id]
-        self.ends["failed" if fails else "finished"] += 1
+        self.ends[how] += 1
 
     @rule()
     def strangers_speak(self) -> None:
@@ -113,7 +114,8 @@ class Windows(RuleBasedStateMachine):
         for client in (b"c1", b"c2"):
             mine = [name for name, (of, _, _) in self.opened.items() if of == client]
             assert self.streams.of_client(client) == mine
-        assert (self.streams.num_finished, self.streams.num_failed) == tuple(self.ends.values())
+        counts = (self.streams.num_finished, self.streams.num_failed, self.streams.num_refused)
+        assert counts == tuple(self.ends.values())
 
     def joined(self, request_id: str) -> tuple:
         return _joined(self.got[request_id])
