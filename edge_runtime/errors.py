@@ -4,6 +4,7 @@
 the client as the cluster's failure. Anything that is none of these is a fault of ours and ends the process.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 EXIT_DONE = 0
@@ -23,6 +24,12 @@ def cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
 
 
+def _one_line(text: str) -> str:
+    if len(text) > MESSAGE_CHARS:
+        text = f"{text[: MESSAGE_CHARS // 2]} ... {text[-MESSAGE_CHARS // 2 :]}"
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 class EdgeError(Exception):
     """Root of every error that this runtime foresees."""
 
@@ -33,15 +40,14 @@ class UserError(EdgeError):
     """The user's input is at fault. Printed as one sentence, no traceback, exit code 2.
 
     What it quotes may be anything, names of tensors and keys of a config too: the message is one line all the same,
-    and no page.
+    and no page. Only a list of faults has several, one for each.
     """
 
     exit_code = EXIT_USER
 
-    def __init__(self, detail: str) -> None:
-        if len(detail) > MESSAGE_CHARS:
-            detail = f"{detail[: MESSAGE_CHARS // 2]} ... {detail[-MESSAGE_CHARS // 2 :]}"
-        super().__init__("".join(each if each.isprintable() else ascii(each)[1:-1] for each in detail))
+    def __init__(self, detail: str, *more: str) -> None:
+        """more: faults that were found beside the first."""
+        super().__init__("\n".join(_one_line(each) for each in (detail, *more)))
 
 
 class ConfigError(UserError):
@@ -66,8 +72,8 @@ class RequestError(UserError):
     field  which option is wrong, for clients whose API names it; None where it is not one
     """
 
-    def __init__(self, detail: str, field: str | None = None) -> None:
-        super().__init__(detail)
+    def __init__(self, detail: str, field: str | None = None, *, more: Sequence[str] = ()) -> None:
+        super().__init__(detail, *more)
         self.field = field
 
 

@@ -95,7 +95,7 @@ def refuse_faults(faults: Sequence[str]) -> None:
     """RequestError with what is wrong with lines of a file, if anything is."""
     if faults:
         more = [f"and {len(faults) - SHOWN_FAULTS} more lines"] if len(faults) > SHOWN_FAULTS else []
-        raise RequestError("\n".join([*faults[:SHOWN_FAULTS], *more]))
+        raise RequestError(faults[0], more=[*faults[1:SHOWN_FAULTS], *more])
 
 
 def _prompt_from_line(
