@@ -226,6 +226,7 @@ class Client:
         lost_s: float = LOST_S,
         after_s: Sequence[float] = (),
         on_ended: Callable[[list[Answer]], Sequence[Prompt]] = lambda ended: (),
+        keeps_ended: bool = False,
     ) -> list[Answer]:
         """Submit all prompts and return their answers in the same order, behind them those of prompts that came later.
 
@@ -234,6 +235,8 @@ class Client:
         lost_s        how long a coordinator that goes away is waited for; its answers go on where they were
         after_s       when each is submitted, seconds from now; without it all at once
         on_ended      called once with each answer that has ended, with several that end together; says what to submit next
+        keeps_ended   what the coordinator's loss leaves unanswered fails by it, and what had ended is returned too
+
         Raises ClusterError when the coordinator goes away for good, or when nothing comes for `idle_s`.
         """
         now = self._clock.now()
@@ -291,9 +294,12 @@ class Client:
                     raise ClusterError(
                         f"nothing came for {now - heard_s:.0f} s: {_waiting_line(running, idle_s)}"
                     )
-        except BaseException:
+        except BaseException as error:
             self._abort(answer.request_id for answer in running if answer.submitted)
-            raise
+            if not (keeps_ended and isinstance(error, ClusterError)):
+                raise
+            for answer in running:
+                answer.failed = Failed(answer.request_id, "cluster", "lost", str(error))
         return answers
 
     def _submit_due(self, answers: Iterable[Answer], now: float) -> None:

@@ -150,7 +150,8 @@ def _submit_one(client: "Client", prompt: "Prompt", wait_s: float, *, as_json: b
 
 
 def _submit_file(client: "Client", lines: "list[Numbered]", wait_s: float, *, trace: bool) -> None:
-    answers = client.run([each.prompt for each in lines], wait_ready_s=wait_s, on_wait=say)
+    prompts = [each.prompt for each in lines]
+    answers = client.run(prompts, wait_ready_s=wait_s, on_wait=say, keeps_ended=True)
     errors = []
     for (line, _), answer in zip(lines, answers, strict=True):
         click.echo(json.dumps(answer.as_json(), ensure_ascii=False))

@@ -377,6 +377,23 @@ def test_a_coordinator_that_goes_away_for_good_ends_the_run():
         client.run([Prompt(prompt="x")], wait_ready_s=1, lost_s=0.3)
 
 
+def test_what_had_ended_before_the_coordinator_went_away_for_good_is_kept():
+    def leave(message: Message, send: Send) -> None:
+        if isinstance(message, Submit) and message.prompt == "first":
+            answer_each(message, send)
+
+    def gone_then(ended: list[Answer]) -> list[Prompt]:
+        coordinator.is_stopping = True
+        return []
+
+    with played(leave) as (coordinator, client):
+        prompts = [Prompt(prompt="first"), Prompt(prompt="second")]
+        options = {"on_ended": gone_then, "keeps_ended": True}
+        first, second = client.run(prompts, wait_ready_s=1, lost_s=0.3, **options)
+    assert first.text == "first." and first.error() is None
+    assert isinstance(second.error(), ClusterError) and "come back" in second.as_json()["error"]["message"]
+
+
 def test_a_coordinator_that_comes_back_is_asked_for_the_rest():
     """The first one leaves after two tokens; the next one does not know the answer yet, then does."""
     asked: list[Attach] = []
