@@ -56,9 +56,10 @@ def write_topology(folder: Path, scenario: str | Path, *, model: Path = MODEL, *
     """A copy of a scenario with free ports and an absolute model; `cluster_keys` are TOML values for [cluster]."""
     source = scenario if isinstance(scenario, Path) else SCENARIOS / f"{scenario}.toml"
     text = source.read_text()
-    addresses = dict.fromkeys(re.findall(r"127\.0\.0\.1:\d+", text))
-    for address, port in zip(addresses, free_ports_to_listen(len(addresses)), strict=True):
-        text = text.replace(f'"{address}"', f'"127.0.0.1:{port}"')
+    ports = dict.fromkeys(re.findall(r"127\.0\.0\.1:(\d+)", text))
+    free = dict(zip(ports, free_ports_to_listen(len(ports)), strict=True))
+    # All at once: one after another, a port that is given may be one that the scenario has further down.
+    text = re.sub(r'"127\.0\.0\.1:(\d+)"', lambda found: f'"127.0.0.1:{free[found[1]]}"', text)
     text = re.sub(r"(?m)^model = .*$", f"model = {json.dumps(str(model))}", text)
     for key, value in cluster_keys.items():
         text = re.sub(rf"(?m)^{key} = .*\n", "", text)

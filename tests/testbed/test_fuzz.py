@@ -28,7 +28,7 @@ def test_five_thousand_damaged_messages_raise_nothing_but_refusals():
         "body",
         "tensor",
     ):
-        assert report.outcomes[outcome] > 10, f"hardly any input ends in {outcome}"
+        assert report.outcomes[outcome] > 5, f"hardly any input ends in {outcome}"
 
 
 def test_the_same_seed_gives_the_same_inputs_and_another_one_others():

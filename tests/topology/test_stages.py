@@ -336,7 +336,8 @@ def test_a_model_of_real_size_is_planned_in_a_second(num_nodes: int, limit_s: fl
     chosen = choose_plan(built, QWEN3_30B)
     took = time.process_time() - began
     check(chosen, built, QWEN3_30B)
-    assert took < 2 * limit_s, f"{took:.2f} s of processor time; {limit_s} s on an idle machine"
+    # No timing: a search that blows up takes minutes. An idle AMD EPYC with AVX2 took 2.3 s where the quickest machine takes 1.
+    assert took < 6 * limit_s, f"{took:.2f} s of processor time; {limit_s} s on the quickest machine"
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
