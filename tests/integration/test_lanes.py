@@ -43,7 +43,7 @@ def test_requests_land_in_the_lane_of_their_tier(cluster: LocalCluster) -> None:
     answers = cluster.answers([CHEAP, DEAR, CHEAP, DEAR], "--max-tokens", "4")
     assert homes(answers)[::2] == [low, low]
     assert set(homes(answers)[1::2]) <= high
-    assert [answer["bill"].get("K") for answer in answers] == [4, None, 4, None]
+    assert [answer["bill"]["K"] for answer in answers] == [4, 16, 4, 16]
     near = cluster.answer("def main():", "--max-tokens", "4", "--sub-experts", "8")
     assert near["home"] in NAMES, "either lane is right near the border"
     found = lanes(cluster)
