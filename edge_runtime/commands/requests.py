@@ -291,7 +291,7 @@ def _say_trace(result: dict[str, Any]) -> None:
     if bill.get("budget_spent"):
         say(f"  quality spent {bill['budget_spent']:.4f}, {bill['budget_left']:.4f} left")
     for entry in result.get("trace") or ():
-        say(f"  layer {entry['layer']}: {_shares(entry)}")
+        say(f"  layer {entry['layer']} on {entry['node']}: {_shares(entry)}")
 
 
 def _shares(bill: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from edge_runtime.protocol import Deploy, PeerAddress, Share
 from topology.cluster import Cluster, find_node
 from topology.costs import ModelFootprint, context_limit
 from topology.errors import TopologyError
+from topology.node_plan import Stage
 from topology.placement import Placement, plan_placement
 from topology.speeds import NOTHING_MEASURED, Measured
 from topology.traits import ExpertTraits, Traffic
@@ -131,6 +132,7 @@ def deploy_for(
     """
     plan = placement.plan_of(name)
     node = find_node(cluster, name)
+    stages = _stages_of(name, placement)
     experts: list[list[int]] = [[] for _ in range(footprint.num_layers)]
     for expert in plan.experts:
         experts[expert.layer].append(expert.index)
@@ -157,16 +159,17 @@ def deploy_for(
         },
         model_hash=model_hash,
         counts_now=counts_now,
-        stages=_stages_of(name, cluster, placement),
+        stages=[cluster.node_names.index(stage.node) for stage in stages],
+        first_layers=[stage.first_layer for stage in stages],
     )
 
 
-def _stages_of(name: str, cluster: Cluster, placement: Placement) -> list[int]:
-    """Indices in the file's order of the nodes of its decode group, if that has several stages."""
+def _stages_of(name: str, placement: Placement) -> Sequence[Stage]:
+    """The stages of its decode group, if that has several."""
     for group in placement.groups:
         if name in group.nodes and len(group.stages) > 1:
-            return [cluster.node_names.index(node) for node in group.nodes]
-    return []
+            return group.stages
+    return ()
 
 
 def hosts_table(cluster: Cluster, footprint: ModelFootprint, placement: Placement) -> list[list[list[int]]]:

@@ -176,7 +176,8 @@ class Answering:
             self._tell(Failed(request_id, "user", "request", str(error), node=self._node, option=option), ())
             return
         stream = AnswerStream(self._tokenizer.stream(), request.params.stop)
-        stages = share.later.nodes if share.later is not None else ()
+        is_first = share.later is not None
+        stages = list(zip(share.first_layers, share.stages, strict=True)) if is_first else ()
         home = self._requests[request_id] = HomeRequest(
             request, stream, self._node, stages=stages, handoff=generate.handoff, asked=generate
         )

@@ -6,6 +6,7 @@ Pure. Knows the tokenizer; no socket, no engine.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -145,7 +146,7 @@ def ended_by(
 class HomeRequest:
     """One request at its home, on its way to the client.
 
-    stages   nodes of its decode group, if there are several
+    stages   of its decode group, if there are several: where the layers of each begin, and its node
     handoff  what another node has done of it before
     goes_on  of a request that is only prefilled here: whether its answer goes on after the token it has, elsewhere
     """
@@ -159,7 +160,7 @@ class HomeRequest:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended: Finished | Failed | None = None
     ended_s: float | None = None
-    stages: Sequence[str] = ()
+    stages: Sequence[tuple[int, str]] = ()
     handoff: Handoff | None = None
     goes_on: Callable[[], bool] | None = None
 
@@ -232,7 +233,18 @@ class HomeRequest:
             return "home"
         if self.handoff is not None and name == self.handoff.source.name:
             return "prefill"
-        return "stage" if name in self.stages else "experts"
+        return "stage" if any(name == node for _, node in self.stages) else "experts"
+
+    def _runs(self, layer: int) -> str:
+        """The node that runs a layer of it: its stage, else the home."""
+        return next((node for first, node in reversed(self.stages) if first <= layer), self.node)
+
+    def _trace(self, ended: Ended) -> list[dict[str, Any]] | None:
+        if ended.trace is None:
+            return None
+        return [
+            {"layer": entry["layer"], "node": self._runs(entry["layer"])} | entry for entry in ended.trace
+        ]
 
     def _tokens(self, index: int, token_id: int, detail: sampling.TokenLogprobs | None, text: str) -> Tokens:
         logprobs = None
@@ -285,7 +297,7 @@ class HomeRequest:
                     for name, slots in self._slots(ended).items()
                 },
                 bill=dict(ended.bill),
-                trace=ended.trace,
+                trace=self._trace(ended),
             )
         )
         return messages

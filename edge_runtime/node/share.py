@@ -111,7 +111,7 @@ class LoadedShare:
     later   of a group of several stages, at the first: the way to the others
     place   at a later one: what takes steps of the stage before
     speed   what was measured with it, None where that could not be
-    peers   where every node of the placement listens; stages: of them, those of its group
+    peers   where every node of the placement listens; stages: of them, those of its group; first_layers: of each of these
     Shares of two placements hold what they have in common once. Where a change leaves the engine as it is, both have
     the same engine, and only `experts` differs: see `switch_to`. Where it does not, the new one's pages are touched when
     the old one's have been given back, and no step by the old share can follow.
@@ -132,6 +132,7 @@ class LoadedShare:
     speed: NodeSpeed | None = None
     peers: Sequence[PeerAddress] = ()
     stages: Sequence[str] = ()
+    first_layers: Sequence[int] = ()
 
     @property
     def planned_bytes(self) -> int:
@@ -269,7 +270,7 @@ def load_share(
     has_trunk = share.last_layer > share.first_layer
     nodes = [deploy.peers[index].name for index in deploy.stages if index < len(deploy.peers)]
     if 0 < share.last_layer - share.first_layer < spec.num_layers:
-        _refuse_stages(share, nodes, node, spec)
+        _refuse_stages(share, nodes, deploy.first_layers, node, spec)
     _refuse_formats(settings, node)
     _refuse_if_too_large(settings.planned_bytes, node)
 
@@ -408,6 +409,7 @@ def measured(
     share, settings, spec = deploy.share, loaded.settings, checkpoint.spec
     loaded.peers = deploy.peers
     loaded.stages = [deploy.peers[index].name for index in deploy.stages]
+    loaded.first_layers = deploy.first_layers
     if held is not None and _is_alike(held, share, settings):
         loaded.speed = held.speed
     if loaded.speed is not None or spec.encoder is not None:
@@ -489,9 +491,11 @@ def _later_stage(
     return LaterStage(runner, sampler, clock, limits)
 
 
-def _refuse_stages(share: Share, nodes: Sequence[str], node: str, spec: ModelSpec) -> None:
+def _refuse_stages(
+    share: Share, nodes: Sequence[str], first_layers: Sequence[int], node: str, spec: ModelSpec
+) -> None:
     """A part of the layers makes sense only as a stage of a group in which its place is known."""
-    is_known = node in nodes and len(nodes) > 1
+    is_known = len(nodes) > 1 and (node, share.first_layer) in zip(nodes, first_layers, strict=False)
     if not is_known or (share.first_layer == 0) != (nodes[0] == node):
         raise Refusal(
             "stages",

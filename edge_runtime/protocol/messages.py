@@ -190,7 +190,7 @@ class Deploy(Message, frozen=True):
     """Load this share, then answer Deployed or DeployFailed; DeployProgress meanwhile.
 
     stages    indices into `peers` of the decode group that the node runs layers of, in the order of the layers; one or
-              none if it runs all of them or none
+              none if it runs all of them or none; first_layers: where the layers of each of these begin
     epoch     of the placement to load
     counts_now  it is the one being served; otherwise Activate says when it is
     hosts     by layer, by expert: indices into `peers` of the nodes that hold it; a dense layer is an empty list
@@ -208,6 +208,7 @@ class Deploy(Message, frozen=True):
     model_hash: Name = ""
     counts_now: bool = True
     stages: list[Index] = []
+    first_layers: list[Index] = []
 
 
 class DeployProgress(Message, frozen=True):
@@ -739,7 +740,7 @@ class Finished(Message, frozen=True):
     cached_tokens  prompt tokens whose KV was there already
     nodes          by node name, what it did for this request (counts and seconds by name)
     bill           share of gate weight served exactly here, exactly elsewhere, ... by name
-    trace          one map per layer with experts, if asked for: where its gate weight was served
+    trace          one map per layer with experts, if asked for: who runs it, and where its gate weight was served
     """
 
     max_body_bytes: ClassVar[int] = 2 << 20

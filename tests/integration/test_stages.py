@@ -88,7 +88,7 @@ def test_every_stage_holds_its_layers_and_what_was_planned_for_it(four: LocalClu
 
 
 def test_an_answer_says_what_every_stage_did_for_it(four: LocalCluster) -> None:
-    answer = four.answer("Once upon a time", "--max-tokens", "8")
+    answer = four.answer("Once upon a time", "--max-tokens", "8", "--trace")
     assert {name: did["role"] for name, did in answer["nodes"].items()} == {
         "a": "home",
         "b": "stage",
@@ -97,6 +97,9 @@ def test_an_answer_says_what_every_stage_did_for_it(four: LocalCluster) -> None:
     }
     assert answer["bill"]["exact_here"] + answer["bill"]["exact_elsewhere"] == pytest.approx(1)
     assert answer["bill"]["exact_elsewhere"] > 0.1, "layer 0 has its experts elsewhere"
+    trace = answer["trace"]
+    assert [(entry["layer"], entry["node"]) for entry in trace] == list(enumerate("abbccd"))
+    assert [entry["exact_here"] for entry in trace] == [0, 1, 1, 1, 1, 1] and trace[0]["exact_elsewhere"] == 1
 
 
 def test_a_budget_is_spent_over_stages_and_exact_answers_stay_so(lending: LocalCluster) -> None:
