@@ -24,6 +24,8 @@ class LayerView:
     host_of    [E] int32, whom this node calls for each expert
     may_stand  [E, E] bool, whether column j may stand in for row i without a call: it is here, i is not, and both are
                of one group
+    bars       [E, E + 1] float32, the same as something to add to scores: 0 where it may, -inf elsewhere. The last column
+               stands for nobody, below every finite score
     loss       [E, E] float32, loss of a token when j stands in for i at gate weight 1; inf where nothing was measured
     root       [E, E] float64, the deviation that this is: the root of `loss` by `power`
     closest    [E] int32, the one of those that may stand in which costs the least; -1 where there is none
@@ -34,6 +36,7 @@ class LayerView:
 
     host_of: Ints
     may_stand: Bools
+    bars: NDArray[np.float32]
     loss: NDArray[np.float32]
     root: Floats
     closest: Ints
@@ -61,4 +64,7 @@ def layer_view(
     costs = np.where(may_stand, loss, np.inf)
     closest = np.where(may_stand.any(axis=1), costs.argmin(axis=1), NONE).astype(np.int32)
     root = np.maximum(loss, 0.0).astype(np.float64) ** (1 / power)
-    return LayerView(host_of, may_stand, loss, root, closest, power, left_out)
+    bars = np.full((len(loss), len(loss) + 1), -np.inf, dtype=np.float32)
+    bars[:, :-1][may_stand] = 0.0
+    bars[:, -1] = np.finfo(np.float32).min
+    return LayerView(host_of, may_stand, bars, loss, root, closest, power, left_out)

@@ -21,6 +21,7 @@ from edge_runtime.selector.choose import (
     choose_live,
     choose_paper,
 )
+from tests.support.plain_choice import choose_live_plainly
 
 ALL_TOGETHER = np.ones((6, 6), dtype=bool)
 
@@ -137,6 +138,15 @@ class TestLive:
         assert choice.expert_ids.tolist() == [[1, 2]], "the better slot has the better stand-in"
         chosen_itself = choose_live(view(hosts), peers(0.4), slots([[3, 1]], logits=logits))
         assert chosen_itself.expert_ids.tolist() == [[2, 1]]
+
+    def test_a_slot_that_nobody_can_stand_in_for_takes_nobody_from_another(self):
+        apart = np.ones((6, 6), dtype=bool)
+        apart[2, :2] = False
+        loss = losses()
+        loss[4, 1] = 0.4
+        asked = slots([[2, 4]], logits=[[3.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
+        choice = choose_live(view(HOSTS, apart, loss), peers(0.01, 0.4), asked)
+        assert choice.expert_ids.tolist() == [[2, 0]]
 
     def test_too_few_stand_ins_leave_a_slot_exact_and_so_the_step_calls(self):
         assert choose_live(view([0, 1, 1, 1, 1, 1]), peers(0.4), slots([[1, 2]])) is None
@@ -311,6 +321,17 @@ def test_no_choice_spends_more_than_a_row_may_or_touches_what_is_here(situation,
     if policy == "live":
         rows = [set(row) for row in choice.expert_ids.tolist()]
         assert all(len(row) == before.shape[1] for row in rows), "no two slots of a row at one expert"
+
+
+@given(situations(), st.integers(0, 2))
+def test_live_decides_bit_for_bit_as_its_definition_does(situation, keep_top):
+    found, costs, asked, options = situation
+    options = options._replace(keep_top=keep_top)
+    choice, expected = (decide(found, costs, asked, options) for decide in (choose_live, choose_live_plainly))
+    assert (choice is None) == (expected is None)
+    if choice is not None and expected is not None:
+        for mine, its in zip(choice, expected, strict=True):
+            assert mine.dtype == its.dtype and np.array_equal(mine, its)
 
 
 @given(situations())
