@@ -1,12 +1,13 @@
 """The comparison of routers through real daemons: one cluster whose router changes, the same arrivals for every policy.
 
 Runs are kept one a line, so that a comparison can be made in pieces. Knows no model; what is measured is what the client sees
-and what nodes count.
+and what nodes count. Answers are greedy, so every policy must give the same tokens: a difference is an error.
 """
 
 import itertools
 import json
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -171,6 +172,7 @@ def run_all(
             work = arrivals(texts, workload, setting.requests, rate, seed)
             measured = live.run([(at, shortened(text, tokenizer, room)) for at, text in work])
             row = {"workload": workload, "rate": rate, "copies": copies, "seed": seed, "policy": policy}
+            refuse_other_answers(rows, row | measured)
             rows.append(row | measured)
             with out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
@@ -194,6 +196,42 @@ def read_rows(path: Path) -> list[Row]:
 def key_of(row: Row) -> tuple[str, float, float, int, str]:
     """What tells a run from others."""
     return row["workload"], row["rate"], row["copies"], row["seed"], row["policy"]
+
+
+def refuse_other_answers(rows: Sequence[Row], found: Row) -> None:
+    """ClusterError where a run answered its prompts otherwise than another policy did the same ones."""
+    for row in rows:
+        if work_of(row) != work_of(found):
+            continue
+        pairs = enumerate(zip(row["answers"], found["answers"], strict=True))
+        unlike = [index for index, (one, other) in pairs if one != other]
+        if unlike:
+            raise ClusterError(
+                f"{found['policy']} answered {len(unlike)} of {len(found['answers'])} prompts otherwise than "
+                f"{row['policy']}, first number {unlike[0]} of {found['workload']} with seed {found['seed']}; greedy answers "
+                "must not hang on the router"
+            )
+
+
+def work_of(row: Row) -> tuple[object, ...] | None:
+    """What was asked of a run, whoever routed it; None where an older version did not keep the answers."""
+    if "answers" not in row:
+        return None
+    return *key_of(row)[:-1], row["requests"], row["tokens"]
+
+
+def agreement(rows: Sequence[Row]) -> str:
+    """How many answers were held against those of another policy, all of which `refuse_other_answers` let pass."""
+    works: dict[object, list[Row]] = {}
+    for row in rows:
+        if work_of(row) is not None:
+            works.setdefault(work_of(row), []).append(row)
+    several = [runs for runs in works.values() if len({run["policy"] for run in runs}) > 1]
+    policies = sorted({run["policy"] for runs in several for run in runs})
+    if not several:
+        return "answers of policies were not held against each other: no two of them had the same prompts"
+    prompts, tokens = (sum(runs[0][key] for runs in several) for key in ("requests", "tokens"))
+    return f"{prompts} prompts in {len(several)} runs, {tokens} tokens: the same under {', '.join(policies)}, token for token"
 
 
 class Live:
@@ -278,6 +316,7 @@ def measured_of(answers: Sequence[Answer], grown: dict[str, float]) -> Row:
     remote_calls  experts for each decoded token, over all layers, that others computed
     messages      calls for each decoded token that these went out in, one for each layer, step and peer
     imbalance     largest number of answers at a home over the mean one, at each arrival there
+    answers       a checksum of each answer's tokens, in the order in which they were asked for
     """
     if failed := [answer.error() for answer in answers if answer.finished is None]:
         raise ClusterError(f"{len(failed)} of {len(answers)} requests failed; the first: {failed[0]}")
@@ -294,6 +333,8 @@ def measured_of(answers: Sequence[Answer], grown: dict[str, float]) -> Row:
     p50, p99 = np.percentile(tpot, [50, 99])
     return {
         "requests": len(answers),
+        "tokens": sum(len(answer.as_json()["token_ids"]) for answer in answers),
+        "answers": [checksum(answer.as_json()["token_ids"]) for answer in answers],
         "tpot_p50": float(p50),
         "tpot_p99": float(p99),
         "ttft_p50": float(np.median([result["timing"]["ttft_s"] for result in results])) * 1e3,
@@ -306,6 +347,11 @@ def measured_of(answers: Sequence[Answer], grown: dict[str, float]) -> Row:
         "ahead_blocks": grown.get("blocks_fetched_ahead", 0.0),
         "blocks": grown.get("blocks_fetched", 0.0),
     }
+
+
+def checksum(token_ids: Sequence[int]) -> str:
+    """Eight letters that two unlike answers share once in four billion times."""
+    return f"{zlib.crc32(np.array(token_ids, dtype='<i8').tobytes()):08x}"
 
 
 COLUMNS = (

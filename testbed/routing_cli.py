@@ -171,3 +171,4 @@ def routing_daemons(
         say=lambda line: click.echo(line, err=True),
     )
     click.echo(live.table(rows))
+    click.echo(live.agreement(rows))

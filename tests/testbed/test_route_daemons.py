@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 
 from edge_runtime.clock import SystemClock
-from edge_runtime.errors import ConfigError
+from edge_runtime.errors import ClusterError, ConfigError
 from edge_runtime.model.tokenizer import Tokenizer
 from testbed.route_daemons import (
     Setting,
+    agreement,
     arrivals,
+    checksum,
     key_of,
     read_rows,
+    refuse_other_answers,
     run_all,
     shortened,
     table,
@@ -23,7 +26,7 @@ from testbed.routing_cli import DEMO
 from topology.cluster import DECODE, PREFILL
 from topology.parse import parse_cluster
 
-SMALL = Setting(DEMO, homes=2, workers=1, copies=0.0, requests=8, tokens=4)
+SMALL = Setting(DEMO, homes=2, workers=1, copies=2.0, requests=8, tokens=24)
 TEXTS = {name: [f"{name} {index} " * 40 for index in range(4)] for name in ("c", "python", "de", "fr")}
 
 
@@ -32,7 +35,7 @@ def test_every_policy_makes_a_file_that_can_be_read(policy):
     found = parse_cluster(topology_text(SMALL, policy, [25000, 25001, 25002, 25003]))
     assert [PREFILL in node.roles for node in found.nodes] == [True, False, False]
     assert [DECODE in node.roles for node in found.nodes] == [False, True, True]
-    assert found.routing.policy == policy.split()[0] and found.memory_ratio == 3.0
+    assert found.routing.policy == policy.split()[0] and found.memory_ratio == 2.0
     assert found.routing.tau == (0.1 if "tau=0.1" in policy else None)
     assert found.placement == ("popularity" if "joint" in policy else "spread")
 
@@ -90,6 +93,22 @@ def test_ratios_are_taken_run_by_run_against_the_balancer_that_is_best_on_averag
     assert "| 2.50 (0.00) |" in eldr
 
 
+def test_a_policy_that_answers_otherwise_is_an_error_and_others_are_counted():
+    asked = {"requests": 3, "tokens": 6, "answers": [checksum([1, 2]), checksum([3, 4]), checksum([5, 6])]}
+    first, same = row("round_robin", 0, 1.0, 1.0) | asked, row("eldr", 0, 1.0, 1.0) | asked
+    older, other_work = row("jsq", 0, 1.0, 1.0), row("jsq", 1, 1.0, 1.0) | asked | {"answers": ["", "", ""]}
+    refuse_other_answers([older, first, other_work], same)
+    assert "3 prompts in 1 runs, 6 tokens: the same under eldr, round_robin" in agreement(
+        [older, first, same]
+    )
+    assert "no two of them had the same prompts" in agreement([older, first, other_work])
+    wrong = same | {"answers": [*asked["answers"][:2], checksum([5, 7])]}
+    with pytest.raises(
+        ClusterError, match="eldr answered 1 of 3 prompts otherwise than round_robin, first number 2"
+    ):
+        refuse_other_answers([older, other_work, first], wrong)
+
+
 def test_a_damaged_file_of_runs_is_refused(tmp_path):
     path = tmp_path / "runs.jsonl"
     assert read_rows(path) == []
@@ -109,16 +128,21 @@ def test_runs_are_made_once_and_kept(tmp_path):
     asked = {
         "workloads": ["task"],
         "rates": [50.0],
-        "policies": ["jsq", "eldr"],
+        "policies": ["round_robin", "eldr"],
         "seeds": 1,
         "budget_s": 0.0,
         "clock": SystemClock(),
         "say": lambda line: None,
     }
     first, found = run_all(SMALL, corpus, out, **asked)
-    assert first["policy"] == "jsq" and first["requests"] == 8
-    assert key_of(found) == ("task", 50.0, 0.0, 0, "eldr") and found["tpot_p99"] >= found["tpot_p50"] > 0
-    assert found["remote_calls"] == 0 and found["processor_ms"] > 0
+    assert first["policy"] == "round_robin" and first["requests"] == 8
+    assert key_of(found) == ("task", 50.0, 2.0, 0, "eldr") and found["tpot_p99"] >= found["tpot_p50"] > 0
+    assert found["remote_calls"] > 0 and found["processor_ms"] > 0
+    assert found["answers"] == first["answers"], "greedy answers do not hang on who routed them"
+    assert len(set(first["answers"])) > 1 and first["tokens"] == found["tokens"] == 8 * 24
+    assert first["blocks"] > 0 and found["blocks"] > 0, (
+        "prompts were computed elsewhere than they were answered"
+    )
     assert run_all(SMALL, corpus, out, **asked) == [first, found] and len(out.read_text().splitlines()) == 2
 
 
