@@ -6,15 +6,14 @@ from pathlib import Path
 
 import click
 
-from testbed.bench_cli import Several, bench
+from testbed.bench.cli import Several, bench
+from testbed.carried import EIGHT_NODES, PROMPTS, SCENARIOS
 from testbed.corpus_cli import corpus
-from testbed.elastic_cli import elastic, segments
-from testbed.experiment_cli import stand_ins
-from testbed.lane_cli import lanes
-from testbed.quality_cli import quality
-from testbed.routing_cli import routing, routing_daemons
-
-HERE = Path(__file__).resolve().parent
+from testbed.elastic.cli import elastic, segments
+from testbed.lanes.cli import lanes
+from testbed.routing.cli import routing, routing_daemons
+from testbed.stand_ins.cli import stand_ins
+from testbed.stand_ins.quality_cli import quality
 
 SHAPED = ("slow_links", "far_rooms")  # scenarios that are about their links
 
@@ -107,7 +106,7 @@ def link(
 @click.option(
     "--topology",
     type=click.Path(path_type=Path),
-    default=HERE / "scenarios" / "eight_nodes.toml",
+    default=EIGHT_NODES,
     help="Topology file; default: eight nodes with the demo model.",
 )
 @click.option("--seed", default=1, show_default=True, help="The same troubles come again with the same seed.")
@@ -125,10 +124,7 @@ def chaos(topology: Path, seed: int, requests: int, streams: int, as_json: bool)
     if requests < 1 or streams < 1:
         raise click.BadParameter("requests and streams are at least 1")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started would stay
-    prompts = [
-        json.loads(line)["prompt"]
-        for line in (HERE / "prompts" / "domains.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     with Chaos(topology, SystemClock()) as running:
         report = running.run(mixed_entries(prompts, seed), requests, streams, seed)
     click.echo(json.dumps(asdict(report)) if as_json else str(report))
@@ -166,7 +162,7 @@ def foretell(
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started would stay
     cells: list[foretelling.Foretold] = []
-    for file in topologies or sorted((HERE / "scenarios").glob("*.toml")):
+    for file in topologies or sorted(SCENARIOS.glob("*.toml")):
         click.echo(f"{file.stem}", err=True)
         os.environ["EDGE_SHAPE"] = "1" if shape or file.stem in SHAPED else "0"
         found = foretelling.foretell(file, streams, rounds, SystemClock())
@@ -183,7 +179,7 @@ def foretell(
 @click.option(
     "--topology",
     type=click.Path(path_type=Path, exists=True),
-    default=HERE / "scenarios" / "far_rooms.toml",
+    default=SCENARIOS / "far_rooms.toml",
     help="Topology file; default: four machines with 5 ms and 200 Mbit/s between them.",
 )
 @click.option("--streams", type=Several(), default="1,4,16", show_default=True, help="Requests at once.")

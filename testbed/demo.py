@@ -17,10 +17,7 @@ from typing import Any, NoReturn
 
 from edge_runtime.clock import SystemClock
 from edge_runtime.errors import EXIT_DONE, EXIT_USER
-
-HERE = Path(__file__).resolve().parent
-SCENARIO = HERE / "scenarios" / "eight_nodes.toml"
-PROMPTS = HERE / "prompts" / "domains.jsonl"
+from testbed.carried import EIGHT_NODES, PROMPTS
 
 # Only to be read by people: greedy text of so small a model goes round in circles.
 FOR_READERS = ("--temperature", "0.7", "--top-p", "0.9", "--repetition-penalty", "1.2", "--seed", "1")
@@ -35,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--short", action="store_true", help="fewer and shorter answers, for automatic checks"
     )
-    parser.add_argument("--topology", type=Path, default=SCENARIO, help="scenario to run")
+    parser.add_argument("--topology", type=Path, default=EIGHT_NODES, help="scenario to run")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _stop_as_if_interrupted)
     try:

@@ -26,7 +26,8 @@ from edge_runtime.coordinator.deploy import plan_for
 from edge_runtime.errors import ClusterError
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.footprint import footprint
-from testbed.bench import RunningCluster
+from testbed.bench.clusters import RunningCluster
+from testbed.carried import PROMPTS
 from topology.cluster import Cluster
 from topology.costs import ModelFootprint
 from topology.node_plan import Placement
@@ -41,7 +42,6 @@ CELL_S = 1.5  # of answers at least: a neighbour's turn on a processor lasts som
 SETTLE_S = 2.5  # heartbeats tell what nodes have seen
 PROMPT_TOKENS = 25  # of the prompts, on average
 CONTEXT_TOKENS = PROMPT_TOKENS + TOKENS / 2
-PROMPTS = Path(__file__).parent / "prompts" / "domains.jsonl"
 
 
 @dataclass(frozen=True)

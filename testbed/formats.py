@@ -25,12 +25,12 @@ from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.decoder import Decoder
 from edge_runtime.model.moe import LocalExperts
 from kernels.packing import FORMATS, KV_BLOCK_TOKENS
+from testbed.carried import DEMO_MODEL
 from topology.ids import ExpertId
 from topology.readers import SHORT_FORMATS
 
 AS_STORED = "as_stored"
 BOTH = ("int8/int8", "int4/int8", "int4/int4")
-DEMO = Path(__file__).resolve().parent / "models" / "edge-moe-demo"
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def table(rows: Sequence[Row]) -> str:
 )
 @click.argument("more", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option(
-    "--model", type=click.Path(path_type=Path, exists=True), default=DEMO, help="Folder of a model."
+    "--model", type=click.Path(path_type=Path, exists=True), default=DEMO_MODEL, help="Folder of a model."
 )
 @click.option("--formats", "names", default=",".join((AS_STORED, *FORMATS, *BOTH)), show_default=True)
 @click.option("--context", type=click.IntRange(2), default=None, help="Tokens a window; default the model's.")

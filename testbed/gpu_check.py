@@ -28,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from kernels import gpu
 from kernels.gpu import plain
 from kernels.gpu.tiles import INTERPRETED, target
+from testbed.carried import DEMO_MODEL
 from testbed.gpu_node import node_checks
 
 FORMATS = ("bfloat16", "float16", "float32", "int8", "int4", "mxfp4")
@@ -305,12 +306,12 @@ def decode_segment(s: Sizes, make: Inputs) -> tuple[Callable[[Tensor], Tensor], 
 def recorded_steps(device: torch.device) -> Iterator[Result]:
     """Decode steps of the demo model on captured segments and layer by layer: tokens that differ, and what is kept."""
     from kernels import backends, replay
-    from testbed import elastic
+    from testbed.elastic import measure
 
     backends.use("triton", device)
-    model = elastic.HERE / "models" / "edge-moe-demo"
-    checkpoint, _, parts = elastic.open_parts(model, model / "calibration")
-    bench = elastic.Bench(checkpoint, parts, 4, elastic.Load(answer_tokens=12))
+    model = DEMO_MODEL
+    checkpoint, _, parts = measure.open_parts(model, model / "calibration")
+    bench = measure.Bench(checkpoint, parts, 4, measure.Load(answer_tokens=12))
     tiers = (bench.full, 6, bench.full // 2, 6)
     record = replay.REPEATING if INTERPRETED else replay.CUDA_GRAPH
     expected = bench.tokens(tiers, bench.engine(joins=False))

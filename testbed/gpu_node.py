@@ -12,11 +12,11 @@ from tempfile import TemporaryDirectory
 from edge_runtime.client import Answer, Prompt
 from edge_runtime.clock import SystemClock
 from edge_runtime.errors import ClusterError
-from testbed.bench import RunningCluster
-from testbed.bench_peers import free_ports
+from testbed.bench.clusters import RunningCluster
+from testbed.bench.sitting import free_ports
+from testbed.carried import DEMO_MODEL, PROMPTS
 from topology.cluster import GPU_RESERVE_BYTES, MIB
 
-FOLDER = Path(__file__).resolve().parent
 NUM_PROMPTS = 8
 MAX_TOKENS = 24
 READY_S = 200.0  # kernels compile while a node gets ready
@@ -44,7 +44,7 @@ trunk_format = "{format}"
 def topology_text(nodes: list[tuple[str, int, str]], format: str, ports: list[int], roles: str = "") -> str:
     """A cluster of nodes (name, memory in MiB on a processor, device), all in one format; `roles` are those of the last."""
     reserve = {"cpu": 0}
-    text = HEAD.format(model=FOLDER / "models" / "edge-moe-demo", port=ports[0])
+    text = HEAD.format(model=DEMO_MODEL, port=ports[0])
     for (name, mib, device), port in zip(nodes, ports[1:], strict=True):
         memory = f"{mib + reserve.get(device, GPU_RESERVE_BYTES // MIB)} MiB"
         text += NODE.format(name=name, memory=memory, device=device, format=format, port=port)
@@ -53,7 +53,7 @@ def topology_text(nodes: list[tuple[str, int, str]], format: str, ports: list[in
 
 def answers(text: str, max_tokens: int = MAX_TOKENS) -> list[Answer]:
     """What a cluster answers to the first prompts of the testbed, all at once."""
-    lines = (FOLDER / "prompts" / "domains.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_PROMPTS]
+    lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:NUM_PROMPTS]
     sampling = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 1}
     prompts = [Prompt(prompt=json.loads(line)["prompt"], sampling=sampling) for line in lines]
     with TemporaryDirectory(prefix="edge-gpu-") as folder:

@@ -18,7 +18,7 @@ from edge_runtime.clock import Clock
 from edge_runtime.coordinator.deploy import plan_for
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.footprint import footprint
-from testbed.bench import RunningCluster
+from testbed.bench.clusters import RunningCluster
 from testbed.foretell import SETTLE_S, WARM_UP, measure_cell, token_seconds
 from topology.cluster import DECODE, Cluster
 from topology.errors import TopologyError

@@ -1,0 +1,1 @@
+"""What fewer sub-experts cost and save, and what captured segments take."""

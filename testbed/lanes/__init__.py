@@ -1,0 +1,1 @@
+"""Lanes for unlike K compared with none, in replay with a cost model of steps."""
