@@ -10,11 +10,11 @@ from pathlib import Path
 from edge_runtime.client import LOST_S, RECONNECT_S, Client
 from edge_runtime.clock import Clock
 from edge_runtime.errors import ClusterError, EdgeError, PeerError, Refusal
+from edge_runtime.log import Reminder
 from topology.errors import TopologyError
 
 Say = Callable[[str], None]
 
-REPORT_S = 2.0
 POLL_S = 0.1
 NODES_BACK_S = 10.0  # how long the nodes of a coordinator that is back are waited for
 BUSY_S = 180.0  # how long a change that is under way already is waited for
@@ -28,7 +28,7 @@ def begin(ask: Callable[[], int], clock: Clock, say: Say, come_back: Callable[[]
                is a change under way, or nothing to change any more
     What the coordinator refuses for the file's sake is a TopologyError.
     """
-    give_up_s, report_s = clock.now() + BUSY_S, clock.now()
+    give_up_s, reminder = clock.now() + BUSY_S, Reminder(clock.now())
     while True:
         try:
             return ask()
@@ -37,8 +37,7 @@ def begin(ask: Callable[[], int], clock: Clock, say: Say, come_back: Callable[[]
                 raise TopologyError(str(refusal)) from refusal
             if refusal.reason != "busy" or clock.now() > give_up_s:
                 raise
-            if clock.now() >= report_s:
-                report_s = clock.now() + REPORT_S
+            if reminder.is_due(clock.now(), str(refusal)):
                 say(f"waiting: {refusal}")
             clock.sleep(refusal.retry_after_s or POLL_S)
         except PeerError as error:
@@ -56,13 +55,13 @@ def follow(
     ended: Callable[[], str | None],
     come_back: Callable[[], None],
 ) -> str:
-    """Wait until the change to `epoch` is over, telling every 2 s how far it is. Returns how it ended, in one line.
+    """Wait until the change to `epoch` is over, telling how far it is. Returns how it ended, in one line.
 
     ended      says which process of it ended by itself, None while all run: the change is then given up
     come_back  waits for a coordinator that went away; the next one knows whether the change counted by then
     Raises ClusterError when it was rolled back, or lost with the coordinator.
     """
-    report_s, gave_up = clock.now() + REPORT_S, ""
+    reminder, gave_up = Reminder(clock.now()), ""
     while True:
         try:
             body = client.status()
@@ -83,15 +82,14 @@ def follow(
                 f"epoch {epoch} never counted: the coordinator was started anew meanwhile and goes on with epoch "
                 f"{body['epoch']}, as before; ask for the change again"
             )
-        if clock.now() >= report_s:
-            report_s = clock.now() + REPORT_S
+        if reminder.is_due(clock.now(), body["change"]):
             say(f"waiting: {body['change']}")
         clock.sleep(POLL_S)
 
 
 def come_back(client: Client, clock: Clock, say: Say) -> None:
     """Wait for a coordinator that went away, and for its nodes to be back with it. ClusterError after a minute."""
-    until, report_s = clock.now() + LOST_S, clock.now() + REPORT_S
+    until, reminder = clock.now() + LOST_S, Reminder(clock.now())
     while True:
         client.reconnect()
         try:
@@ -103,9 +101,8 @@ def come_back(client: Client, clock: Clock, say: Say) -> None:
                     f"{error}: the coordinator did not come back within {LOST_S:g} s; once it is there, "
                     "`edge-runtime status` shows which epoch counts"
                 ) from error
-        if clock.now() >= report_s:
-            report_s = clock.now() + REPORT_S
-            say(f"waiting for the coordinator at {client.address}")
+        if reminder.is_due(clock.now()):
+            say(f"waiting for the coordinator at {client.address}, {clock.now() - reminder.began_s:.0f} s")
         clock.sleep(POLL_S)
     until = clock.now() + NODES_BACK_S
     with contextlib.suppress(PeerError, Refusal):  # whoever asks next is told

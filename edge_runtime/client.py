@@ -11,6 +11,7 @@ import msgspec
 
 from edge_runtime.clock import Clock
 from edge_runtime.errors import ClusterError, EdgeError, PeerError, RequestError
+from edge_runtime.log import Reminder
 from edge_runtime.protocol import (
     NAME_CHARS,
     Abort,
@@ -43,7 +44,6 @@ CONNECT_S = 5.0
 CHANGE_S = 30.0  # the coordinator plans before it answers
 RECEIVE_S = 0.25
 RETRY_S = 0.2
-PROGRESS_S = 2.0
 SEED_BITS = 63
 CREDIT = 64  # Tokens messages on their way at most; granted again in halves
 LOST_S = 60.0  # how long a coordinator that is gone is waited for: its answers go on meanwhile
@@ -222,6 +222,7 @@ class Client:
         wait_ready_s: float,
         on_tokens: Callable[[Answer, Tokens], None] = lambda answer, tokens: None,
         on_wait: Callable[[str], None] = lambda line: None,
+        on_turn: Callable[[], None] = lambda: None,
         idle_s: float = IDLE_S,
         lost_s: float = LOST_S,
         after_s: Sequence[float] = (),
@@ -231,7 +232,8 @@ class Client:
         """Submit all prompts and return their answers in the same order, behind them those of prompts that came later.
 
         wait_ready_s  how long a cluster that is still loading is waited for
-        on_tokens     called as tokens come; on_wait with a line after every 2 s in which nothing came
+        on_tokens     called as tokens come; on_wait with a line while nothing comes, as often as `Reminder` says
+        on_turn       called once a second at least, and may raise to take all back
         lost_s        how long a coordinator that goes away is waited for; its answers go on where they were
         after_s       when each is submitted, seconds from now; without it all at once
         on_ended      called once with each answer that has ended, with several that end together; says what to submit next
@@ -248,10 +250,12 @@ class Client:
         ]
         by_id = {answer.request_id: answer for answer in answers}
         running, ended = list(answers), list[Answer]()
-        heard_s = said_s = ended_s = now
+        heard_s = ended_s = now
+        reminder = Reminder(now)
         is_more = False  # a message came, and others may wait behind it
         try:
             while running or ended:
+                on_turn()
                 now = self._clock.now()
                 if any(answer.ended for answer in running):
                     ended_s = ended_s if ended else now
@@ -276,8 +280,9 @@ class Client:
                     message = self._receive(0.0 if ended else rest_s)
                     is_more = message is not None
                 except _CoordinatorGone as gone:
-                    self._come_back(running, lost_s, gone, on_wait)
-                    heard_s = said_s = self._clock.now()
+                    self._come_back(running, lost_s, gone, on_wait, on_turn)
+                    heard_s = self._clock.now()
+                    reminder.restart(heard_s)
                     continue
                 now = self._clock.now()
                 if message is not None:
@@ -285,10 +290,10 @@ class Client:
                     if answer is not None:
                         self._take(answer, message, now, lost_s, on_tokens)
                         if not isinstance(message, Refused):
-                            heard_s = said_s = now
+                            heard_s = now
+                            reminder.restart(now)
                             continue
-                if now - said_s >= PROGRESS_S:
-                    said_s = now
+                if reminder.is_due(now, _waiting_line(running, 0)):
                     on_wait(_waiting_line(running, now - heard_s))
                 if now - heard_s > max(idle_s, wait_ready_s):
                     raise ClusterError(
@@ -330,12 +335,14 @@ class Client:
         lost_s: float,
         gone: "_CoordinatorGone",
         on_wait: Callable[[str], None],
+        on_turn: Callable[[], None],
     ) -> None:
         """Wait for the coordinator, or the next one, and ask it for what was being answered."""
         until = self._clock.now() + lost_s
         on_wait(f"{gone}; waiting for it, {lost_s:g} s at most: its answers go on")
-        said_s = self._clock.now() + PROGRESS_S
+        reminder = Reminder(self._clock.now())
         while True:
+            on_turn()
             self._channel.reconnect()
             try:
                 self.connect(min(RECONNECT_S, lost_s))
@@ -344,9 +351,9 @@ class Client:
                 now = self._clock.now()
                 if now >= until:
                     raise ClusterError(f"{gone}, and did not come back within {lost_s:g} s") from error
-                if now >= said_s:
-                    said_s = now + PROGRESS_S
-                    on_wait(f"waiting for the coordinator at {self.address}: {error}")
+                if reminder.is_due(now):
+                    waited_s = now - reminder.began_s
+                    on_wait(f"waiting for the coordinator at {self.address}, {waited_s:.0f} s: {error}")
                 self._clock.sleep(min(RETRY_S, max(0.0, until - now)))
         now = self._clock.now()
         for answer in answers:

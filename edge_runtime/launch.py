@@ -33,6 +33,7 @@ from edge_runtime.config import (
     write_record,
 )
 from edge_runtime.errors import EXIT_USER, ClusterError, ConfigError, PeerError, Refusal, UserError
+from edge_runtime.log import Reminder
 from kernels.settings import is_on
 from topology.cluster import Cluster
 
@@ -46,8 +47,6 @@ END_CLUSTER = (
 )  # for a coordinator: it ends answers too, which SIGTERM leaves to the next coordinator
 SHAPED = "shaped"  # file in the folder of records of a cluster whose links are as slow as its file says
 LIMITED = "limited"  # file in the folder of records of a cluster whose nodes are held to their limits
-REPORT_S = 2.0
-REPEAT_S = 10.0  # after which what was said already is said again
 STOP_DEADLINE_S = 10.0
 GROUPS_END_S = 3.0  # how long the control groups of processes that have ended may still be in use
 POLL_S = 0.05
@@ -241,11 +240,11 @@ def wait_ready(
 ) -> None:
     """Return when every node serves. Raises ClusterError when a process ends, a node fails, or time is over.
 
-    report  is told how far it is, every 2 s if there is something new to say, else every 10 s
+    report  is told how far it is, as often as `Reminder` says
     """
     give_up = clock.now() + timeout_s
-    began = said_s = clock.now()
-    waiting_for, said = "the coordinator to start", ""
+    reminder = Reminder(clock.now())
+    waiting_for = "the coordinator to start"
     client: Client | None = None
     try:
         while True:
@@ -272,10 +271,8 @@ def wait_ready(
                     waiting_for = body["waiting_for"]
             if clock.now() > give_up:
                 raise ClusterError(f"not ready after {timeout_s:.0f} s, waiting for {waiting_for}")
-            silent_s = clock.now() - said_s
-            if silent_s >= (REPEAT_S if waiting_for == said else REPORT_S):
-                said, said_s = waiting_for, clock.now()
-                report(f"waiting for {waiting_for}, {said_s - began:.0f} s")
+            if reminder.is_due(clock.now(), waiting_for):
+                report(f"waiting for {waiting_for}, {clock.now() - reminder.began_s:.0f} s")
             clock.sleep(POLL_S)
     finally:
         if client is not None:
@@ -351,13 +348,12 @@ def stop_local(
 
 def _wait_for_end(records: Sequence[ProcessRecord], clock: Clock, report: Callable[[str], None]) -> None:
     """Until all have ended, 10 s at most."""
-    deadline, next_report = clock.now() + STOP_DEADLINE_S, clock.now() + REPORT_S
+    deadline, reminder = clock.now() + STOP_DEADLINE_S, Reminder(clock.now())
     while left := [record for record in records if is_running(record)]:
         if clock.now() >= deadline:
             return
-        if clock.now() >= next_report:
+        if reminder.is_due(clock.now(), _names(left)):
             report(f"waiting for {_names(left)} to stop")
-            next_report += REPORT_S
         clock.sleep(POLL_S)
 
 

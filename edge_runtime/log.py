@@ -61,6 +61,30 @@ class _OneLine(logging.Formatter):
         return super().formatMessage(record)
 
 
+class Reminder:
+    """When a wait is told of: 2 s after it began, then 4, 8 and 16 s after the last time and every 30 s from then on, so that a
+    long one does not fill a screen or a log. Something else to say is told after 2 s again.
+    """
+
+    FIRST_S, MOST_S = 2.0, 30.0
+
+    def __init__(self, now: float) -> None:
+        self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """Another wait begins."""
+        self.began_s = self._said_s = now
+        self._said, self._pause_s = "", self.FIRST_S
+
+    def is_due(self, now: float, what: str = "") -> bool:
+        """Whether to tell of it now, which counts as told. `what` is what is awaited, without times."""
+        if now - self._said_s < (self._pause_s if what == self._said else self.FIRST_S):
+            return False
+        self._pause_s = min(2 * self._pause_s if what == self._said else 2 * self.FIRST_S, self.MOST_S)
+        self._said, self._said_s = what, now
+        return True
+
+
 def _escaped(letter: str) -> str:
     return letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
 

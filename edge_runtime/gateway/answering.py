@@ -61,7 +61,7 @@ class Answering:
         def bring(part: Part) -> None:
             loop.call_soon_threadsafe(came.put_nowait, part)
 
-        def check(line: str = "") -> None:
+        def check() -> None:
             if is_gone:
                 raise _ReaderGone
 
@@ -81,7 +81,7 @@ class Answering:
                 answering.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _run(
-        self, prompts: Sequence[Prompt], bring: Callable[[Part], None], check: Callable[..., None]
+        self, prompts: Sequence[Prompt], bring: Callable[[Part], None], check: Callable[[], None]
     ) -> list[Answer]:
         try:
             client = self._idle.pop()
@@ -99,7 +99,7 @@ class Answering:
 
         try:
             client.connect(CONNECT_S)
-            answers = client.run(prompts, wait_ready_s=self._wait_ready_s, on_tokens=take, on_wait=check)
+            answers = client.run(prompts, wait_ready_s=self._wait_ready_s, on_tokens=take, on_turn=check)
         except BaseException:
             client.close()
             raise

@@ -19,6 +19,7 @@ from edge_runtime.clock import Clock
 from edge_runtime.engine.engine import Engine, Output
 from edge_runtime.engine.pipeline import PipelineEngine
 from edge_runtime.errors import ProtocolError
+from edge_runtime.log import Reminder
 from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.folder import tokenizer_of
@@ -80,7 +81,6 @@ log = logging.getLogger(__name__)
 
 STOP_S = 2.0
 WAIT_S = 0.25  # longest sleep of the control loop: timers are this exact
-PROGRESS_S = 2.0  # a wait longer than this says what is awaited
 GREET_AGAIN_S = 1.0
 LOADER_ENDS_S = 2.0  # how long a share that is being loaded may take to be given up when the node stops
 PROBER_END_S = 1.0
@@ -157,8 +157,7 @@ class NodeDaemon:
         self._stopping = False
         self._greeted = False
         self._greet_at_s = 0.0
-        self._waiting_since_s = clock.now()
-        self._say_waiting_at_s = clock.now() + PROGRESS_S
+        self._reminder = Reminder(clock.now())  # of the coordinator, while it is waited for
         self._progress_at_s = 0.0
         self._beat_at_s = 0.0
         self._beats = 0
@@ -228,7 +227,7 @@ class NodeDaemon:
         if self._coordinator.is_lost() or is_silent:
             log.warning("the coordinator at %s is gone; greeting it again", self._cluster.coordinator)
             self._forget_coordinator(now)
-        self._answering.forget(now, None if self._greeted else now - self._waiting_since_s)
+        self._answering.forget(now, None if self._greeted else now - self._reminder.began_s)
         if not self._greeted:
             self._greet(now)
         elif now >= self._beat_at_s:
@@ -293,8 +292,7 @@ class NodeDaemon:
         self._tell_experts(here=False)
         self._greet_at_s = now
         self._coordinator_beats = Beats(now)
-        self._waiting_since_s = now
-        self._say_waiting_at_s = now + PROGRESS_S
+        self._reminder.restart(now)
 
     def _tell_experts(self, *, here: bool) -> None:
         for share in self._shares.values():
@@ -316,9 +314,8 @@ class NodeDaemon:
         if now >= self._greet_at_s and self._coordinator.is_up():
             self._greet_at_s = now + GREET_AGAIN_S
             self._coordinator.send(self._identity, call_id=next_call_id())
-        if now >= self._say_waiting_at_s:
-            self._say_waiting_at_s = now + PROGRESS_S
-            waited = now - self._waiting_since_s
+        if self._reminder.is_due(now):
+            waited = now - self._reminder.began_s
             log.info("waiting for the coordinator at %s, %.0f s", self._cluster.coordinator, waited)
 
     def _send(self, message: Message, tensors: Sequence[Any] = ()) -> None:

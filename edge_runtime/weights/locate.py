@@ -7,6 +7,7 @@ from pathlib import Path
 
 from edge_runtime.clock import Clock
 from edge_runtime.errors import PeerError
+from edge_runtime.log import Reminder
 from edge_runtime.model.checkpoint import Checkpoint, Known
 from edge_runtime.model.folder import open_whole
 from edge_runtime.protocol import Hello
@@ -74,14 +75,15 @@ def model_for_node(
     with channel:
         link = Link(channel, hello)
         log.info("there is no model at %s; its files come from the cluster", cluster.model)
-        waited_s = clock.now()
+        reminder = Reminder(clock.now())
         while True:
             try:
                 link.greet(GREET_S)
                 manifest = ask_manifest(link)
                 break
             except PeerError as error:
-                log.info("waiting for the coordinator, %.0f s: %s", clock.now() - waited_s, error)
+                if reminder.is_due(now := clock.now(), str(error)):
+                    log.info("waiting for the coordinator, %.0f s: %s", now - reminder.began_s, error)
     cache = CacheFolder(caches_folder(), manifest)
     fetcher = fetcher_for(cluster, hello, cache, keys, clock)
     try:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from edge_runtime.client import CREDIT, PROGRESS_S, Answer, Client, Prompt
+from edge_runtime.client import CREDIT, Answer, Client, Prompt
 from edge_runtime.clock import SystemClock
 from edge_runtime.errors import (
     EXIT_CLUSTER,
@@ -18,6 +18,7 @@ from edge_runtime.errors import (
     PeerError,
     Refusal,
 )
+from edge_runtime.log import Reminder
 from edge_runtime.protocol import (
     Abort,
     Accepted,
@@ -543,7 +544,7 @@ class FastClock(SystemClock):
         self.offset = 0.0
 
     def now(self) -> float:
-        self.offset += PROGRESS_S / 4
+        self.offset += Reminder.FIRST_S / 4
         return super().now() + self.offset
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from edge_runtime.errors import ConfigError
-from edge_runtime.log import setup_logging
+from edge_runtime.log import Reminder, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +68,16 @@ def test_the_traceback_of_an_error_of_ours_follows_its_event():
     except ZeroDivisionError:
         logging.getLogger("tests.quiet").exception("the engine stopped")
     assert "the engine stopped\nTraceback" in stream.getvalue()
+
+
+def test_a_long_wait_is_told_of_more_and_more_seldom_and_news_of_it_at_once():
+    def told(until_s: int, what) -> list[int]:
+        return [now for now in range(1, until_s) if reminder.is_due(now, what(now))]
+
+    reminder = Reminder(0.0)
+    assert told(150, lambda now: "n1") == [2, 6, 14, 30, 60, 90, 120]
+    assert reminder.is_due(150.0, "n2") and not reminder.is_due(151.0, "n1") and reminder.is_due(152.0, "n1")
+    reminder.restart(200.0)
+    assert not reminder.is_due(201.0, "n1") and reminder.is_due(202.0, "n1") and reminder.began_s == 200.0
+    reminder = Reminder(0.0)
+    assert told(9, lambda now: f"{now} MB of 9") == [2, 4, 6, 8]
