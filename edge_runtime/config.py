@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from edge_runtime.errors import ConfigError
+from topology.errors import why_unread
 
 TOPOLOGY_VARIABLE = "EDGE_RUNTIME_TOPOLOGY"
 SHAPE_VARIABLE = "EDGE_SHAPE"
@@ -197,8 +198,10 @@ def _cluster_name(topology_path: Path) -> str:
     try:
         with topology_path.open("rb") as file:
             table = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"topology file {topology_path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"topology file {topology_path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"topology file {topology_path} is not valid TOML: {why_unread(error)}") from error
     cluster = table.get("cluster")
     name = cluster.get("name") if isinstance(cluster, dict) else None
     return name if isinstance(name, str) and name else topology_path.stem

@@ -10,6 +10,7 @@ from edge_runtime.client import Prompt
 from edge_runtime.engine.request import ANY_VOCABULARY, check_options
 from edge_runtime.errors import RequestError
 from edge_runtime.model.json_file import kind_of
+from topology.errors import why_unread
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
 SAMPLING_KEYS = (
@@ -103,10 +104,8 @@ def _prompt_from_line(
 ) -> Prompt:
     try:
         entry = json.loads(line)
-    except RecursionError as error:
-        raise RequestError("not JSON that can be read: it is nested too deeply") from error
-    except ValueError as error:  # not JSON, or a number of thousands of digits
-        raise RequestError(f"not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"not JSON that can be read: {why_unread(error)}") from error
     if not isinstance(entry, dict):
         raise RequestError(f"found {kind_of(entry)}, expected an object with `prompt`")
     _refuse_misspelt(entry)

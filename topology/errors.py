@@ -1,5 +1,6 @@
 """What can be wrong with a cluster on paper. All of it is the user's to mend, and is told in full."""
 
+import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -64,3 +65,14 @@ class PlacementError(TopologyError):
 
 class MigrationError(PlacementError):
     """Old and new placement both fit, but nothing can be moved from one to the other without an expert losing its host."""
+
+
+def why_unread(error: ValueError | RecursionError) -> str:
+    """What is wrong with text that was to be TOML or JSON, for who wrote it: what Python says of a number of thousands of
+    digits is advice for programmers.
+    """
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if type(error) is ValueError:
+        return f"a number has more than {sys.get_int_max_str_digits()} digits"
+    return str(error)

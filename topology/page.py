@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from topology.cluster import did_you_mean
-from topology.errors import ClusterFileError, Fault
+from topology.errors import ClusterFileError, Fault, why_unread
 from topology.readers import Reader
 from topology.toml_lines import Path, find_lines
 
@@ -139,7 +139,7 @@ def _load(text: str, source: str) -> dict[str, Any]:
         if found:
             line, what = int(found[2]), f"at column {found[3]}: {found[1]}"
         else:
-            line, what = text.rstrip().count("\n") + 1, str(error)
+            line, what = text.rstrip().count("\n") + 1, why_unread(error)
         raise ClusterFileError(source, [Fault(line, "", f"not valid TOML, {what}")]) from error
     if not document:
         what = "the file is empty; a topology needs one [cluster] and a [[node]] for each machine"

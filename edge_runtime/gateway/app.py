@@ -18,6 +18,7 @@ from starlette.routing import Route
 from edge_runtime.errors import ClusterError, EdgeError, RequestError, UserError
 from edge_runtime.gateway import openai
 from edge_runtime.gateway.answering import Answering, Ended, Part, first_error
+from topology.errors import why_unread
 
 MAX_BODY_BYTES = 2 << 20  # of a prompt on the wire as well
 BODY_S = 30.0  # a body that takes longer is given up
@@ -200,10 +201,8 @@ async def _body(request: Request) -> object:
                 raise _TooLarge(f"the body has more than {MAX_BODY_BYTES} bytes")
     try:
         return json.loads(received)
-    except RecursionError as error:
-        raise RequestError("the body is nested too deeply") from error
-    except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON that can be read: {why_unread(error)}") from error
 
 
 async def _unless_gone(request: Request, awaited: Awaitable[T]) -> T | None:

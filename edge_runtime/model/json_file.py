@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_runtime.errors import CheckpointError
+from topology.errors import why_unread
 
 LFS_POINTER = b"version https://git-lfs.github.com/"
 MAX_BYTES = 256 << 20  # the largest met, tokenizers, have 35 MB
@@ -61,7 +62,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}; copy the file again") from error
+        raise CheckpointError(
+            f"{path} is not JSON that can be read: {why_unread(error)}; copy the file again"
+        ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, found {kind_of(value)}; copy the file again")
     return value

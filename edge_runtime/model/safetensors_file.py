@@ -16,6 +16,7 @@ from torch import Tensor
 
 from edge_runtime.errors import CheckpointError
 from edge_runtime.model.json_file import refuse_stand_in, size_of
+from topology.errors import why_unread
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -106,7 +107,7 @@ def _read_header(path: Path, length: bytes, num_bytes: int, file: Any) -> tuple[
             raise ValueError("not an object")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not a safetensors file: its header is not JSON ({error}); copy the file again"
+            f"{path} is not a safetensors file: its header is not JSON ({why_unread(error)}); copy the file again"
         ) from error
     return header_bytes, header
 

@@ -88,10 +88,19 @@ def test_a_file_without_a_cluster_name_goes_by_its_own(tmp_path):
     assert state_dir(path).name == "garage"
 
 
-def test_a_file_that_is_not_toml_is_the_users_to_mend(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"[cluster\n", "Expected ']'"),
+        (b"\xff", "can't decode"),
+        (b"a = " + b"1" * 5000, "a number has more than 4300 digits"),
+        (b"a = " + b"[" * 5000, "it is nested too deeply"),
+    ],
+)
+def test_a_file_that_is_not_toml_is_the_users_to_mend(tmp_path, text, words):
     path = tmp_path / "topology.toml"
-    path.write_text("[cluster\n")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=f"is not valid TOML: .*{words}"):
         state_dir(path)
 
 

@@ -131,7 +131,7 @@ def test_every_text_survives_the_file_also_with_line_ends_of_unicode(tmp_path_fa
 BAD_LINES = {
     "no JSON": ("{prompt: x}", "not JSON"),
     "half of an object": ('{"prompt": "x"', "not JSON"),
-    "two objects": ('{"prompt": "x"} {"prompt": "y"}', "not JSON: Extra data"),
+    "two objects": ('{"prompt": "x"} {"prompt": "y"}', "not JSON that can be read: Extra data"),
     "a list": ('["x"]', "found a list, expected an object"),
     "a text": ('"x"', "found text, expected an object"),
     "nothing": ("null", "found null, expected an object"),
@@ -149,7 +149,10 @@ BAD_LINES = {
     "ids that are a text": ('{"prompt_ids": "12"}', "prompt_ids is no list of token ids"),
     "a temperature that is NaN": ('{"prompt": "x", "temperature": NaN}', "temperature is nan"),
     "an endless temperature": ('{"prompt_ids": [1], "temperature": 1e999}', "temperature is inf"),
-    "a number of 5000 digits": ('{"prompt": "x", "seed": ' + "1" * 5000 + "}", "not JSON: Exceeds the limit"),
+    "a number of 5000 digits": (
+        '{"prompt": "x", "seed": ' + "1" * 5000 + "}",
+        "not JSON that can be read: a number has more than 4300 digits",
+    ),
     "a number of 400 digits": ('{"prompt": "x", "max_tokens": ' + "1" * 400 + "}", "max_tokens is too large"),
     "a nested bomb": ("[" * 100_000, "nested too deeply"),
     "a nested bomb in a prompt": ('{"prompt": ' + '{"a":' * 50_000, "nested too deeply"),

@@ -162,6 +162,7 @@ def test_models_and_health_are_told(gateway: RunningGateway) -> None:
     [
         ("/v1/completions", b"{", 400, "not JSON"),
         ("/v1/completions", b"[" * 100_000, 400, "nested too deeply"),
+        ("/v1/completions", b'{"seed": ' + b"1" * 5000 + b"}", 400, "a number has more than 4300 digits"),
         ("/v1/completions", b"\xff\xfe\x00", 400, "not JSON"),
         ("/v1/completions", b'{"prompt": ""}', 400, "the prompt is empty"),
         ("/v1/completions", b'{"prompt": [9999999]}', 400, "9999999"),

@@ -229,7 +229,7 @@ def test_a_template_that_does_not_compile_is_told(folder):
         Tokenizer.open(folder).encode_chat([{"role": "user", "content": "x"}])
 
 
-@pytest.mark.parametrize(("content", "words"), [("{", "not valid JSON"), ("{}", "not a tokenizer")])
+@pytest.mark.parametrize(("content", "words"), [("{", "not JSON that can be read"), ("{}", "not a tokenizer")])
 def test_a_damaged_tokenizer_file_is_named(folder, content, words):
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=words):
