@@ -87,21 +87,50 @@ struct Sum {
     __m256i lo, hi;
 };
 inline Sum start_sum(int32_t from) { return {_mm256_set1_epi32(from), _mm256_set1_epi32(from)}; }
-inline __m256i step_half(__m256i sum, __m256i w, __m256i a, __m256i b) {
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), a));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), b));
-}
 inline __m256i all_lanes(const char* dword) {
     int32_t v;
     __builtin_memcpy(&v, dword, 4);
     return _mm256_set1_epi32(v);
 }
+// In assembler, since GCC 12 forms all products of a line before it adds them, and so keeps half of the sums of 4 rows in
+// memory: 4 to 10 % slower from 4 rows on.
+inline void add_products(__m256i& sum, __m256i w, __m256i x) {
+    __m256i product;
+    asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(w), "x"(x));
+}
 inline void step(Sum& sum, Line w, const char* a_, const char* b_) {
-    const __m256i a = all_lanes(a_), b = all_lanes(b_);
-    sum.lo = step_half(sum.lo, w.lo, a, b);
-    sum.hi = step_half(sum.hi, w.hi, a, b);
+    const __m256i a = all_lanes(a_), b = all_lanes(b_), even = _mm256_set1_epi16(255);
+    add_products(sum.lo, _mm256_and_si256(w.lo, even), a);
+    add_products(sum.hi, _mm256_and_si256(w.hi, even), a);
+    add_products(sum.lo, _mm256_srli_epi16(w.lo, 8), b);
+    add_products(sum.hi, _mm256_srli_epi16(w.hi, 8), b);
 }
 inline V finish_sum(Sum sum) { return {_mm256_cvtepi32_ps(sum.lo), _mm256_cvtepi32_ps(sum.hi)}; }
+// 16 whole numbers
+struct Whole {
+    __m256i lo, hi;
+};
+inline Whole bits_less(V a, int32_t less) {
+    const __m256i all = _mm256_set1_epi32(less);
+    return {_mm256_sub_epi32(_mm256_castps_si256(a.lo), all), _mm256_sub_epi32(_mm256_castps_si256(a.hi), all)};
+}
+inline Whole add(Whole a, Whole b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline int32_t lane_sum(Whole a) {
+    const __m256i eight = _mm256_add_epi32(a.lo, a.hi);
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+// Of each four inputs the first and third, and the second and fourth, as numbers of 16 bits. One by one they took 0.6 us for
+// 512 inputs, a tenth of what a row took with 512 outputs.
+inline void store_digits(Whole x, char* a, char* b) {
+    const __m128i apart = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+    const __m256i halves = _mm256_packs_epi32(x.lo, x.hi);  // of four numbers of lo, four of hi, and again
+    const __m256i parted = _mm256_shuffle_epi8(halves, _mm256_broadcastsi128_si256(apart));
+    const __m256i ordered = _mm256_permutevar8x32_epi32(parted, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm_storeu_si128((__m128i*)a, _mm256_castsi256_si128(ordered));
+    _mm_storeu_si128((__m128i*)b, _mm256_extracti128_si256(ordered, 1));
+}
 
 #else  // portable
 
@@ -148,7 +177,7 @@ inline V finish_sum(const Sum& sum) {
 
 #endif
 
-#if !defined(EDGE_AVX512)
+#if !defined(EDGE_AVX512) && !defined(EDGE_AVX2)
 // 16 whole numbers
 struct Whole {
     int32_t v[16];
@@ -170,7 +199,7 @@ inline int32_t lane_sum(const Whole& a) {
 }
 #endif
 
-#if !defined(EDGE_DIGITS_ARE_BYTES)
+#if !defined(EDGE_DIGITS_ARE_BYTES) && !defined(EDGE_AVX2)
 // Of each four inputs the first and third, and the second and fourth, as numbers of 16 bits.
 inline void store_digits(const Whole& x, char* a, char* b) {
     int32_t whole[16];
