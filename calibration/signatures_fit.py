@@ -47,7 +47,7 @@ class LayerMask(NamedTuple):
 
 
 def fit_section(
-    prefill_counts: np.ndarray, decode_counts: np.ndarray, num_homes: int, *, balanced: bool = True
+    prefill_counts: np.ndarray, decode_counts: np.ndarray, num_homes: int, *, equal_sizes: bool = True
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Tensors and meta of section `signature_fit`, see `edge_runtime.routing.fit.read_fit`.
 
@@ -60,7 +60,7 @@ def fit_section(
     signatures = rule.signatures(prefill_counts)
     told = signatures.any(axis=1)  # a request of common choices alone says nothing about clusters
     refuse_useless(signatures[told], num_homes)
-    clusters = fit_clusters(signatures[told], num_homes, balanced=balanced)
+    clusters = fit_clusters(signatures[told], num_homes, equal_sizes=equal_sizes)
     tensors: dict[str, np.ndarray] = {
         "idf": weights,
         "layer_mask": np.array(mask.layers, dtype=np.int32),

@@ -78,7 +78,7 @@ SHOWN_FAULTS = 20  # lines of a file that are told at a time
 )
 @click.option("--k", type=Finite(), default=None, help="Experts per token, as in 2.25: fewer are quicker.")
 @click.option("--sub-experts", type=int, default=None, help="The same, counted in sub-experts.")
-@click.option("--service", default=None, help="The same, by name: full, balanced or economy.")
+@click.option("--service", default=None, help="The same, by name: full, half or economy.")
 @click.option("--user", default="", help="Whose quality budget it spends from; without one, its own.")
 @click.option("--trace", is_flag=True, help="Show which node did what, and where each layer was served.")
 @click.option(

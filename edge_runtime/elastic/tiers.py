@@ -14,7 +14,7 @@ from edge_runtime.errors import RequestError
 
 FULL = 0
 
-SERVICE_LEVELS = {"full": 1.0, "balanced": 0.5, "economy": 0.25}
+SERVICE_LEVELS = {"full": 1.0, "half": 0.5, "economy": 0.25}
 """Share of the full tier that a level buys, rounded up."""
 
 

@@ -70,7 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     sub_experts: int | None = None
     """The same, counted in sub-experts."""
     service: str | None = None
-    """The same, by name: `full`, `balanced` or `economy`."""
+    """The same, by name: `full`, `half` or `economy`."""
 
 
 def read_params(fields: Mapping[str, object]) -> SamplingParams:

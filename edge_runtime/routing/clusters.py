@@ -31,10 +31,10 @@ def fit_clusters(
     num_clusters: int,
     *,
     seed: int = SEED,
-    balanced: bool = True,
+    equal_sizes: bool = True,
     start: Floats | None = None,
 ) -> Clusters:
-    """Spherical k-means. Balanced: no cluster has more than ceil(N / C) members, by an optimal assignment each round.
+    """Spherical k-means. Equal sizes: no cluster has more than ceil(N / C) members, by an optimal assignment each round.
 
     signatures  [N, dim], each of unit length
     start       [C, dim] centroids to begin with; None draws them
@@ -48,7 +48,7 @@ def fit_clusters(
     rounds, stands = 0, False
     while rounds < ROUNDS and not stands:
         rounds += 1
-        labels = _assign_balanced(X, centroids) if balanced else (X @ centroids.T).argmax(axis=1)
+        labels = _assign_equally(X, centroids) if equal_sizes else (X @ centroids.T).argmax(axis=1)
         moved = _means(X, labels, centroids)
         stands = np.allclose(moved, centroids)
         centroids = moved
@@ -99,7 +99,7 @@ def assign_to_homes(demand: np.ndarray, resident: np.ndarray) -> Labels:
     return clusters
 
 
-def _assign_balanced(X: Floats, centroids: Floats) -> Labels:
+def _assign_equally(X: Floats, centroids: Floats) -> Labels:
     """The assignment of least total distance in which no cluster has more than ceil(N / C) members."""
     from scipy.optimize import linear_sum_assignment  # here: it costs a coordinator 30 MB until it fits
 

@@ -101,10 +101,10 @@ class Bench:
         self._made: dict[tuple[str, bool, bool], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def signatures(
-        self, variant: str = "count_idf", *, masked: bool = True, balanced: bool = True
+        self, variant: str = "count_idf", *, masked: bool = True, equal_sizes: bool = True
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Signatures of the serving set, centroids, and the demand of each cluster [C, L, E]."""
-        key = (variant, masked, balanced)
+        key = (variant, masked, equal_sizes)
         if key not in self._made:
             weights = idf_weights(self.fit.prefill)
             values = [
@@ -116,7 +116,7 @@ class Bench:
                 layers = select_layers(values[0], self.fit.decode_counts).layers
             fitted, served = (unit_rows(each[:, list(layers)].reshape(len(each), -1)) for each in values)
             told = fitted.any(axis=1)
-            clusters = fit_clusters(fitted[told], self.num_homes, balanced=balanced)
+            clusters = fit_clusters(fitted[told], self.num_homes, equal_sizes=equal_sizes)
             demand = demand_by_cluster(self.fit.decode_counts[told], clusters.labels, self.num_homes)
             self._made[key] = served, clusters.centroids, demand
         return self._made[key]
@@ -153,7 +153,7 @@ class Bench:
             elif word == "counts":
                 rule = replace(rule, uses_speed=False)
             elif word == "unbalanced":
-                options["balanced"] = False
+                options["equal_sizes"] = False
             elif word == "all-layers":
                 options["masked"] = False
             elif word in VARIANTS:

@@ -59,7 +59,7 @@ def test_what_is_no_tier_is_refused_in_one_sentence(cluster: LocalCluster) -> No
     for option, value, words in (
         ("--k", "5", "k is 5; allowed is 0.25 to 4 experts per token"),
         ("--sub-experts", "17", "sub_experts is 17; allowed is 1 to 16"),
-        ("--service", "gold", "service is 'gold'; allowed is one of full, balanced, economy"),
+        ("--service", "gold", "service is 'gold'; allowed is one of full, half, economy"),
         ("--k", "much", "'much' is not a number"),
         ("--k=2", "--quality=exact", "quality is 'exact', but k is 2.0, which leaves part of the model out"),
     ):

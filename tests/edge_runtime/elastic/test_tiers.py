@@ -22,7 +22,7 @@ DEMO = Elasticity(num_parts=4, top_k=4)
         ({"k": 4}, FULL),
         ({"sub_experts": 6}, 6),
         ({"sub_experts": 16}, FULL),
-        ({"service": "balanced"}, 8),
+        ({"service": "half"}, 8),
         ({"service": "economy"}, 4),
         ({"service": "full"}, FULL),
     ],
@@ -48,7 +48,7 @@ def test_no_request_gets_less_than_it_asked_nor_a_whole_sub_expert_more(k):
         ({"k": math.nan}, "k is nan"),
         ({"sub_experts": 0}, "sub_experts is 0; allowed is 1 to 16, which is 4 of each of 4 experts"),
         ({"sub_experts": 17}, "sub_experts is 17; allowed is 1 to 16"),
-        ({"service": "gold"}, "service is 'gold'; allowed is one of full, balanced, economy"),
+        ({"service": "gold"}, "service is 'gold'; allowed is one of full, half, economy"),
         ({"k": 2.0, "service": "economy"}, "one of k, sub_experts and service, found k, service"),
     ],
 )

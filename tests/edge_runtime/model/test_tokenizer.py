@@ -106,7 +106,11 @@ def test_chats_are_tokenised_as_auto_tokenizer_does(tokenizer, reference, messag
 def test_ids_that_end_an_answer_come_from_the_generation_config(tokenizer, folder):
     assert tokenizer.eos_token_ids == {2, 4}
     edit(folder / "generation_config.json", eos_token_id=7)
+    edit(
+        folder / "config.json", eos_token_id=["x"]
+    )  # which nobody reads beside a generation config, here and elsewhere
     assert Tokenizer.open(folder).eos_token_ids == {7}
+    edit(folder / "config.json", eos_token_id=2)
     (folder / "generation_config.json").unlink()
     assert Tokenizer.open(folder).eos_token_ids == {2}
     edit(folder / "config.json", eos_token_id=None)
@@ -229,7 +233,9 @@ def test_a_template_that_does_not_compile_is_told(folder):
         Tokenizer.open(folder).encode_chat([{"role": "user", "content": "x"}])
 
 
-@pytest.mark.parametrize(("content", "words"), [("{", "not JSON that can be read"), ("{}", "not a tokenizer")])
+@pytest.mark.parametrize(
+    ("content", "words"), [("{", "not JSON that can be read"), ("{}", "not a tokenizer")]
+)
 def test_a_damaged_tokenizer_file_is_named(folder, content, words):
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=words):

@@ -19,7 +19,7 @@ def domains(num_domains: int, each: int, dim: int = 24, spread: float = 0.3, see
 
 @settings(max_examples=25)
 @given(st.integers(1, 8), st.integers(0, 40), st.integers(0, 2**32 - 1))
-def test_balanced_clusters_differ_little_in_size(num_clusters, more, seed):
+def test_clusters_of_equal_sizes_differ_little_in_size(num_clusters, more, seed):
     N = num_clusters + more
     found = fit_clusters(unit_rows(np.random.default_rng(seed).random((N, 12))), num_clusters, seed=seed)
     sizes = np.bincount(found.labels, minlength=num_clusters)
@@ -36,7 +36,7 @@ def test_domains_of_one_size_are_found():
 
 def test_without_balance_a_large_domain_stays_whole():
     signatures = np.concatenate([domains(1, 60, seed=3), domains(1, 6, seed=4)])
-    loose = fit_clusters(signatures, 2, balanced=False)
+    loose = fit_clusters(signatures, 2, equal_sizes=False)
     assert sorted(np.bincount(loose.labels)) == [6, 60]
     assert sorted(np.bincount(fit_clusters(signatures, 2).labels)) == [33, 33]
 
