@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from edge_runtime.coordinator.routes import Routes
 from edge_runtime.elastic.sub_experts import gate_neurons_of, read_elasticity
+from edge_runtime.errors import ArtifactError
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.model.footprint import footprint
 from edge_runtime.routing.fit import SECTION, SignatureFit, read_fit
@@ -45,13 +46,16 @@ def find_learned(cluster: Cluster, sizes: ModelFootprint, model_hash: str, *, se
         tensors = {name: tensor.numpy() for name, tensor in artifact.tensors(SECTION).items()}
         recorded = artifact.tensors("requests") if artifact.has("requests") else {}
         counts = recorded.get("decode_counts")
-        fit = read_fit(
-            tensors,
-            artifact.meta(SECTION),
-            layers=len(sizes.moe_layers),
-            experts=sizes.experts_per_layer,
-            decode_counts=counts.numpy() if counts is not None else None,
-        )
+        try:
+            fit = read_fit(
+                tensors,
+                artifact.meta(SECTION),
+                layers=len(sizes.moe_layers),
+                experts=sizes.experts_per_layer,
+                decode_counts=counts.numpy() if counts is not None else None,
+            )
+        except ArtifactError as error:
+            raise ArtifactError(f"calibration artifact {artifact.folder}: {error}") from error
     traits = None
     if artifact is not None:
         traits = read_traits(artifact, layers=sizes.moe_layers, experts=sizes.experts_per_layer)

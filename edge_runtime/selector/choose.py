@@ -169,8 +169,13 @@ def choose_live(view: LayerView, peers: Peers, slots: Slots, options: Options = 
     costs[1:] += slots.price @ lost
     skipped = int(costs[: most + 1].argmin())
     if options.late is not None and not options.waits_anyway:
-        waited_s = float((waits_s * is_needed).max())  # for the slowest that somebody exact needs
-        late = _late(view, slots, options, open_slots, is_needed[ranks], lost[:, -1], waited_s)
+        needed = np.flatnonzero(is_needed)
+        waited_s = (
+            float(waits_s[needed[0]]) if len(needed) else 0.0
+        )  # for the slowest that somebody exact needs
+        late = None
+        if num_rows * waited_s < costs[skipped]:
+            late = _late(view, slots, options, open_slots, is_needed[ranks], lost[:, -1], waited_s)
         if late is not None and late.cost < costs[skipped]:
             is_late = late.done > late.stands[rows]
             kind[is_late], deviation[is_late] = DEFERRED, late.deviation[is_late]
@@ -300,7 +305,7 @@ def live_stand_ins(
 
 def _by_row(rows: NDArray[np.int64], values: Floats, num_rows: int) -> Floats:
     """[T] sums of values [n] by row."""
-    return np.bincount(rows, weights=values, minlength=num_rows).astype(np.float64)
+    return np.bincount(rows, weights=values, minlength=num_rows).astype(np.float64, copy=False)
 
 
 def _drag(slots: Slots) -> Floats:
@@ -384,11 +389,16 @@ def _carried_out(
     expert_ids = slots.expert_ids.copy()
     kinds = np.zeros(expert_ids.shape, dtype=np.int8)
     kinds.ravel()[at] = kind
-    expert_ids.ravel()[at] = np.where(kind == STAND_IN, stand_in[chosen], open_slots.experts[chosen])
+    stands = np.flatnonzero(kind == STAND_IN)
+    if len(stands):
+        expert_ids.ravel()[at[stands]] = stand_in[chosen[stands]]
     num_rows, is_late = len(slots.allowance), kind == DEFERRED
-    if not np.count_nonzero(is_late):
+    num_late = np.count_nonzero(is_late)
+    if not num_late:
         off = _by_row(rows, deviation, num_rows)
         return Choice(expert_ids, kinds, _loss_of(view, off, drag), off)
+    behind = _by_row(rows, deviation * is_late, num_rows) ** view.power
+    if num_late == len(kind):
+        return Choice(expert_ids, kinds, behind, np.zeros(num_rows))
     off = _by_row(rows, deviation * ~is_late, num_rows)
-    loss = _loss_of(view, off, drag) + _by_row(rows, deviation * is_late, num_rows) ** view.power
-    return Choice(expert_ids, kinds, loss, off)
+    return Choice(expert_ids, kinds, _loss_of(view, off, drag) + behind, off)

@@ -418,6 +418,7 @@ def test_plan_tells_what_a_coordinator_or_a_node_would_end_with(
     write_section(folder, section, tensors, meta, model_hash=checkpoint.model_hash)
     ended = run("plan", "--topology", topology)
     assert ended.exit_code == 2 and told in ended.err and ended.err.count("\n") == 1
+    assert str(folder) in ended.err, "which artifact"
     path = folder / f"{section}.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     ended = run("plan", "--topology", topology)
