@@ -216,6 +216,8 @@ def draw(artifact: Artifact, path: Path) -> bool:
             axes.legend(fontsize="small")
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"the picture cannot be written to {path}: {error.strerror}") from error
+    except ValueError as error:  # no format of that name
         raise ConfigError(f"the picture cannot be written to {path}: {error}") from error
     return True

@@ -16,7 +16,7 @@ import click
 
 from edge_runtime.commands import changing, daemons, keys, looking, requests, serving
 from edge_runtime.commands.shared import example, say
-from edge_runtime.errors import EXIT_DONE, EXIT_USER, EdgeError
+from edge_runtime.errors import EXIT_DONE, EXIT_USER, EdgeError, one_line
 from kernels.settings import SettingError
 from topology.errors import TopologyError
 
@@ -91,7 +91,7 @@ def main() -> NoReturn:
         code = EXIT_USER
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else "edge-runtime"
-        say(f"error: {_plain(error.format_message()).rstrip('.')}; see {path} --help")
+        say(f"error: {one_line(_plain(error.format_message())).rstrip('.')}; see {path} --help")
         code = EXIT_USER
     except click.ClickException as error:
         say(f"error: {error.format_message()}")

@@ -24,7 +24,8 @@ def cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """A message as one line and no page, whatever it quotes."""
     if len(text) > MESSAGE_CHARS:
         text = f"{text[: MESSAGE_CHARS // 2]} ... {text[-MESSAGE_CHARS // 2 :]}"
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
@@ -47,7 +48,7 @@ class UserError(EdgeError):
 
     def __init__(self, detail: str, *more: str) -> None:
         """more: faults that were found beside the first."""
-        super().__init__("\n".join(_one_line(each) for each in (detail, *more)))
+        super().__init__("\n".join(one_line(each) for each in (detail, *more)))
 
 
 class ConfigError(UserError):

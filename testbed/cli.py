@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from edge_runtime.commands.shared import parsed
 from testbed.bench.cli import Several, bench
 from testbed.carried import EIGHT_NODES, PROMPTS, SCENARIOS
 from testbed.corpus_cli import corpus
@@ -76,21 +77,19 @@ def link(
     from topology.files import read_cluster
     from topology.units import parse_duration, parse_rate
 
-    try:
-        change = ShapeLink(
-            a,
-            b,
-            delay_s=parse_duration(rtt) / 2 if rtt is not None else None,
-            jitter_s=parse_duration(jitter) if jitter is not None else None,
-            rate_bps=parse_rate(rate) if rate is not None else None,
-            loss=links.parse_share(loss) if loss is not None else None,
-            cut_s=parse_duration(cut) if cut is not None else None,
-            reset=heal,
-        )
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+    rtt_s = None if rtt is None else parsed("--rtt", parse_duration, rtt)
+    change = ShapeLink(
+        a,
+        b,
+        delay_s=None if rtt_s is None else rtt_s / 2,
+        jitter_s=None if jitter is None else parsed("--jitter", parse_duration, jitter),
+        rate_bps=None if rate is None else parsed("--rate", parse_rate, rate),
+        loss=None if loss is None else parsed("--loss", links.parse_share, loss),
+        cut_s=None if cut is None else parsed("--cut", parse_duration, cut),
+        reset=heal,
+    )
     if change.rate_bps == 0:
-        raise click.BadParameter("a link has a rate above 0; --cut lets nothing pass")
+        raise click.BadParameter("a link has a rate above 0; --cut lets nothing pass", param_hint="'--rate'")
     cluster = read_cluster(resolve_topology_path(topology))
     keys = load_keys(Path(cluster.keys), "client") if cluster.keys else None
     shaped = []
@@ -110,8 +109,16 @@ def link(
     help="Topology file; default: eight nodes with the demo model.",
 )
 @click.option("--seed", default=1, show_default=True, help="The same troubles come again with the same seed.")
-@click.option("--requests", default=1000, show_default=True, help="Requests during the trouble.")
-@click.option("--streams", default=12, show_default=True, help="Requests at once.")
+@click.option(
+    "--requests",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    help="Requests during the trouble.",
+)
+@click.option(
+    "--streams", type=click.IntRange(min=1), default=12, show_default=True, help="Requests at once."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
 def chaos(topology: Path, seed: int, requests: int, streams: int, as_json: bool) -> None:
     """Kill, restart, freeze, cut and slow nodes while they answer; every answer must be the undisturbed one."""
@@ -121,8 +128,6 @@ def chaos(topology: Path, seed: int, requests: int, streams: int, as_json: bool)
     from edge_runtime.errors import ClusterError
     from testbed.chaos import Chaos, mixed_entries
 
-    if requests < 1 or streams < 1:
-        raise click.BadParameter("requests and streams are at least 1")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or what was started would stay
     prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     with Chaos(topology, SystemClock()) as running:

@@ -73,6 +73,8 @@ def why_unread(error: ValueError | RecursionError) -> str:
     """
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    if type(error) is ValueError:
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 text, by byte {error.start + 1}"
+    if "string conversion" in str(error):
         return f"a number has more than {sys.get_int_max_str_digits()} digits"
     return str(error)

@@ -204,7 +204,7 @@ def batch(
     Lines as of `submit --file`; `k`, `sub_experts` or `service` say how much each may use. Stopped, it goes on where it was.
     """
     from edge_runtime.elastic.tiers import tier_of
-    from edge_runtime.offline import run_offline
+    from edge_runtime.offline import Journal, run_offline
     from edge_runtime.prompts import prompts_from_file, refuse_faults
     from edge_runtime.selector.learned import find_artifact
     from edge_runtime.weights.locate import located, open_model
@@ -225,16 +225,18 @@ def batch(
             faults.append(f"{file}, line {line}: {error}")
     refuse_faults(faults)
     homes = sum("decode" in node.roles for node in cluster.nodes)
+    prompts, served_by = [each.prompt for each in lines], _served_by(cluster, checkpoint, artifact)
+    Journal(out, prompts, served_by).read()  # what is wrong with files is told before anybody is asked
     with open_client(cluster) as client:
         connect(client)
         failed = run_offline(
             client,
-            [each.prompt for each in lines],
+            prompts,
             tiers,
             out,
             SystemClock(),
             capacity=size or max(1, homes) * cluster.max_requests,
-            served_by=_served_by(cluster, checkpoint, artifact),
+            served_by=served_by,
             full_tier=full if elasticity is not None else 0,
             rule=rule,  # type: ignore[arg-type]
             wait_ready_s=wait_s,

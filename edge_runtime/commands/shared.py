@@ -2,8 +2,9 @@
 
 import contextlib
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -45,6 +46,9 @@ compile_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
 
 
+T = TypeVar("T")
+
+
 class Finite(click.FloatRange):
     """A number of the command line. click's own types let NaN through every range, and infinity where one end is open."""
 
@@ -64,6 +68,14 @@ class Finite(click.FloatRange):
 def example(*lines: str) -> str:
     """The end of a command's help."""
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def parsed(option: str, parse: Callable[[str], T], text: str) -> T:
+    """What an option's text stands for; a text that stands for nothing is told with the option's name."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=f"'{option}'") from error
 
 
 def say(line: str) -> None:

@@ -8,6 +8,7 @@ from starlette.applications import Starlette
 
 from edge_runtime.errors import ConfigError
 from topology.cluster import is_loopback
+from topology.errors import why_unread
 
 STOP_S = 5  # running answers may go on for so long after a signal to stop
 
@@ -33,8 +34,10 @@ def read_api_key(path: Path | None, address: str) -> str | None:
         return None
     try:
         lines = path.read_text().split("\n", 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"API key file {path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"API key file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"API key file {path} cannot be read: {why_unread(error)}") from error
     key = lines[0].strip()
     if len(key) < 16:
         raise ConfigError(

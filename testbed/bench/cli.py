@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from edge_runtime.errors import ConfigError
 from kernels.settings import checked_threads
 from testbed.carried import DEMO_MODEL, PROMPTS, SCENARIOS
+from topology.errors import why_unread
 from topology.readers import SHORT_FORMATS
 
 EVERYWHERE = {"streams", "max_tokens", "as_json"}
@@ -287,7 +288,9 @@ def _join(files: Sequence[Path], as_json: bool) -> None:
             why = "" if found else "there is no result in it"
         except KeyError as error:
             why = f"the key {error} is missing"
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
+            why = why_unread(error)
+        except (TypeError, AttributeError) as error:
             why = str(error)
         if why:
             raise click.UsageError(

@@ -331,7 +331,7 @@ def _start(
             raise ConfigError(f"{name} is compared in {', '.join(GGUF_FORMATS)} only")
         order |= {"gguf": str(gguf_of(sitting, gguf_format)), "kv_tokens": KV_TOKENS}
         worker = WorkerEngine(
-            name, ("-m", "testbed.bench.peers.llama_worker"), order, str(sitting.llama_python)
+            name, ("-m", "testbed.bench.peers.llama_worker"), order, str(sitting.llama_python.absolute())
         )
     elif gguf_format != "bf16":
         raise ConfigError(f"{name} is compared in bf16 only")
@@ -341,10 +341,15 @@ def _start(
         raise ConfigError("vLLM is looked for where --vllm-python or EDGE_BENCH_VLLM says")
     else:
         worker = WorkerEngine(
-            name, ("-m", "testbed.bench.peers.vllm_worker"), order, str(sitting.vllm_python), VLLM_SETTINGS
+            name,
+            ("-m", "testbed.bench.peers.vllm_worker"),
+            order,
+            str(sitting.vllm_python.absolute()),
+            VLLM_SETTINGS,
         )
+    worker.start()
     up.callback(worker.close)
-    return worker.start()
+    return worker
 
 
 def one_node(sitting: Sitting, weight_format: str, threads: int, context: int, ports: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from edge_runtime.commands.shared import Finite
+from edge_runtime.commands.shared import Finite, parsed
 from testbed.carried import EIGHT_NODES, PROMPTS
 
 AT_ONCE = 6  # policies that share an exact run; what is kept is kept after each such part
@@ -123,10 +123,10 @@ def stand_ins(
 
     if folder is None and not (roams or daemons or timing):
         raise click.UsageError("give --corpus, or --roam, --daemons or --timing for what needs none")
-    try:
-        links = {"rtt_s": parse_duration(rtt), "bandwidth_bps": parse_rate(bandwidth)}
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+    links = {
+        "rtt_s": parsed("--rtt", parse_duration, rtt),
+        "bandwidth_bps": parsed("--bandwidth", parse_rate, bandwidth),
+    }
     compared = [policy for policy in experiment.COMPARED if not only or policy.name in only]
     unknown = set(only) - {policy.name for policy in experiment.COMPARED}
     if unknown:

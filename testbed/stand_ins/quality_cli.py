@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from edge_runtime.commands.shared import parsed
 from testbed.carried import DEMO_MODEL, EIGHT_NODES
 
 
@@ -101,10 +102,7 @@ def quality(
     from testbed.stand_ins.selected import Home, Selected, read_home
     from topology.units import parse_duration
 
-    try:
-        rtt_s = None if rtt is None else parse_duration(rtt)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+    rtt_s = None if rtt is None else parsed("--rtt", parse_duration, rtt)
     use_threads(threads)
     checkpoint = Checkpoint.open(model)
     place = artifact or artifact_folder(model)

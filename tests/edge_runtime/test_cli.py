@@ -15,6 +15,7 @@ import torch
 from edge_runtime import cli
 from edge_runtime.artifacts import write_section
 from edge_runtime.commands import shared
+from edge_runtime.errors import MESSAGE_CHARS
 from edge_runtime.model.checkpoint import Checkpoint
 from tests.support.clusters import MODEL, write_topology
 from tests.support.tiny_models import (
@@ -153,6 +154,20 @@ def test_help_of_a_drain_says_what_it_does(run: Run) -> None:
 
 def test_a_missing_prompt_file_is_named(run: Run) -> None:
     assert_one_sentence(run("submit", "--file", "nowhere.jsonl"), 2, "nowhere.jsonl")
+
+
+def test_what_is_wrong_with_files_is_told_before_a_cluster_is_looked_for(run: Run, tmp_path: Path) -> None:
+    topology = write_topology(tmp_path, "one_node")  # nobody serves it
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "there").write_text("")
+    for out, said in (("there", "there exists already"), (".", "is a folder"), ("no/out", "does not exist")):
+        assert_one_sentence(run("batch", "prompts.jsonl", "--out", out, "--topology", topology), 2, said)
+    (tmp_path / "key").write_bytes(b"\xff")
+    for key, said in (
+        ("nowhere", "cannot be read: No such file"),
+        ("key", "it is not UTF-8 text, by byte 1"),
+    ):
+        assert_one_sentence(run("gateway", "--api-key-file", key, "--topology", topology), 2, said)
 
 
 # The topology file.
@@ -378,9 +393,13 @@ def test_down_of_what_is_not_up_is_done(run: Run, tmp_path: Path) -> None:
         (("submit", "x", "--sub-experts", "2.5"), "'--sub-experts': '2.5' is not a whole number"),
         (("submit", "x", "--temperature", "1e999"), "'--temperature': '1e999' is not a number"),
         (("batch", "x", "--out", "y", "--size", "all"), "'--size': 'all' is not a whole number"),
+        (("submit", "x", "--max-tokens", "1" * 100_000), " ... "),
         (("calibrate", "gate", "m", "--corpus", "c", "--learning-rate", "nan"), "'nan' is not a number"),
         (("calibrate", "gate", "m", "--corpus", "c", "--learning-rate", "0"), "not in the range x>0"),
         (("testbed", "lanes", "--dwell", "inf"), "'inf' is not a number"),
+        (("testbed", "link", "a", "b", "--rtt", "soon"), "'--rtt': \"soon\" is not a duration"),
+        (("testbed", "link", "a", "b", "--loss", "200%"), "'--loss': \"200%\" is not a share"),
+        (("testbed", "chaos", "--requests", "0"), "'--requests': 0 is not in the range x>=1"),
     ],
 )
 def test_what_is_no_number_is_told_in_words_of_no_language_for_programs(
@@ -388,6 +407,7 @@ def test_what_is_no_number_is_told_in_words_of_no_language_for_programs(
 ) -> None:
     ended = run(*arguments)
     assert ended.exit_code == 2 and said in ended.err and ended.err.count("\n") == 1
+    assert len(ended.err) < 2 * MESSAGE_CHARS
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_a_file_without_a_cluster_name_goes_by_its_own(tmp_path):
     ("text", "words"),
     [
         (b"[cluster\n", "Expected ']'"),
-        (b"\xff", "can't decode"),
+        (b"\xff", "it is not UTF-8 text, by byte 1"),
         (b"a = " + b"1" * 5000, "a number has more than 4300 digits"),
         (b"a = " + b"[" * 5000, "it is nested too deeply"),
     ],

@@ -73,24 +73,31 @@ class WorkerEngine:
         """Load; returns when it is ready to work."""
         threads = str(self.order["threads"])
         self._log = TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            [self.python, *self.arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,  # an interrupt is for the benchmark, which then ends its workers
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": threads,
-                "EDGE_THREADS": threads,
-                "HF_HUB_OFFLINE": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-                **self.environment,
-            },
-        )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": threads,
+            "EDGE_THREADS": threads,
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **self.environment,
+        }
+        try:
+            self._process = subprocess.Popen(
+                [self.python, *self.arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                cwd=ROOT,
+                start_new_session=True,  # an interrupt is for the benchmark, which then ends its workers
+                env=environment,
+            )
+        except OSError as error:
+            self._log.close()
+            raise UserError(
+                f"{self.python} cannot be run ({error.strerror}); name the python of an environment that has {self.name}"
+            ) from error
         try:
             self.facts = self.ask(self.order)
         except BaseException:

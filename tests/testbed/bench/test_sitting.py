@@ -8,7 +8,7 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from edge_runtime.errors import ClusterError
+from edge_runtime.errors import ClusterError, UserError
 from testbed.bench.cli import bench
 from testbed.bench.floors import BLOCK_BYTES, Cost
 from testbed.bench.peers.engines import Rate, Work, WorkerEngine, process_cpu_s
@@ -284,3 +284,9 @@ def test_the_command_offers_exactly_the_engines_and_formats_that_there_are():
     offered = {option.name: option.type for option in bench.params}
     assert tuple(offered["engines"].known) == ENGINES
     assert tuple(offered["formats"].known) == tuple(FORMATS)
+
+
+def test_a_python_that_cannot_be_run_is_named(tmp_path):
+    (tmp_path / "python").write_text("")
+    with pytest.raises(UserError, match=r"python cannot be run \(Permission denied\); name the python of"):
+        WorkerEngine("vllm", (), {"threads": 1}, str(tmp_path / "python")).start()
