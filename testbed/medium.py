@@ -1,6 +1,7 @@
 """Writes a random Qwen3-MoE model folder to measure speed on: `python -m testbed.medium FOLDER`.
 
 1.3 billion parameters in bfloat16, which no cache holds, with a tokenizer trained on the spot. Its answers mean nothing.
+`--sizes` names layers of known models, of which it writes four with a vocabulary cut down as the layers are.
 Tensors are made and written one by one; equal seeds give equal files. Knows no engine.
 """
 
@@ -73,6 +74,16 @@ class Shape:
             "pad_token_id": 0,
             "torch_dtype": "bfloat16",
         }
+
+
+SIZES = {
+    "medium": Shape(),
+    # 4 of 16 layers and of as many parts of 50,304 tokens
+    "olmoe": Shape(D=2048, L=4, H=16, G=16, P=128, E=64, K=8, F=1024, V=12576),
+    # 4 of 48 layers and of as many parts of 151,936 tokens
+    "qwen3-30b": Shape(D=2048, L=4, H=32, G=4, P=128, E=128, K=8, F=768, V=12672),
+}
+"""By name. A step of four layers is cut like one of all: experts and head take the shares of the whole model."""
 
 
 class Planned(NamedTuple):
@@ -224,10 +235,11 @@ def write_model(folder: Path, shape: Shape = Shape(), seed: int = 0) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m testbed.medium", description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, help="where the model goes; 2.7 GB")
+    parser.add_argument("folder", type=Path, help="where the model goes; 2.7 GB, the others 3.5 and 5.1 GB")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sizes", choices=SIZES, default="medium")
     options = parser.parse_args()
-    write_model(options.folder, seed=options.seed)
+    write_model(options.folder, SIZES[options.sizes], options.seed)
     print(f"{options.folder}: written")
 
 

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from testbed.elastic.measure import Load
 
 
+STREAM_BYTES = 1 << 28  # more than caches hold
+
+
 @click.command(
     epilog="\b\nExample:\n  edge-runtime testbed elastic testbed/models/edge-moe-demo --corpus corpus --out elastic"
 )
@@ -36,6 +39,12 @@ if TYPE_CHECKING:
 @click.option("--trunk-format", default="as_stored", show_default=True, help="Of attention and head.")
 @click.option("--weight-format", default="as_stored", show_default=True, help="Of experts.")
 @click.option("--only", type=click.Choice(["time", "offline", "whole"]), multiple=True, help="Measure these.")
+@click.option(
+    "--parts",
+    type=click.IntRange(2, 8),
+    default=None,
+    help="Cut experts into so many where they lie, without an artifact: for times.",
+)
 def elastic(
     model: Path,
     corpus: Path | None,
@@ -53,12 +62,14 @@ def elastic(
     trunk_format: str,
     weight_format: str,
     only: tuple[str, ...],
+    parts: int | None,
 ) -> None:
     """Measure what fewer sub-experts per token cost in perplexity and save in processor time."""
     import torch
 
     from edge_runtime.artifacts import artifact_folder
     from kernels.packing import FORMATS
+    from testbed.bench.sitting import Stream
     from testbed.elastic import measure
     from topology.readers import SHORT_FORMATS
 
@@ -68,7 +79,13 @@ def elastic(
     for name, count in counts.items():
         if count < 1:
             raise click.BadParameter(f"--{name} is {count}, expected at least 1")
-    checkpoint, found, parts = measure.open_parts(model, artifact or artifact_folder(model))
+    if parts is not None and (artifact or corpus) is not None:
+        raise click.BadParameter("--parts is for times; leave out --artifact and --corpus")
+    found = None
+    if parts is None:
+        checkpoint, found, split = measure.open_parts(model, artifact or artifact_folder(model))
+    else:
+        checkpoint, split = measure.split_as_they_lie(model, parts)
     trunk_format = SHORT_FORMATS.get(trunk_format, trunk_format)
     for name, format_ in (("trunk-format", trunk_format), ("weight-format", weight_format)):
         if format_ != "as_stored" and format_ not in FORMATS:
@@ -76,13 +93,15 @@ def elastic(
             raise click.BadParameter(f"--{name} is {format_!r}, expected one of {known}")
     load = measure.Load(prompt_tokens, answer_tokens, rows, trunk_format, weight_format, uneven)
     _refuse_longer(load, checkpoint.spec.context_tokens)
-    bench = measure.Bench(checkpoint, parts, size, load)
+    bench = measure.Bench(checkpoint, split, size, load)
     if not 1 <= low <= bench.full:
         raise click.BadParameter(f"--low is {low}, expected a tier of this model, 1 to {bench.full}")
     wanted = only or ("time", "offline", "whole")
     shown = {}
     if {"time", "offline"} & set(wanted):
-        shown["time"] = measure.time_rows(bench, sorted({1, size}), rounds)
+        stream_bps = Stream(STREAM_BYTES, 1).bytes_per_s()
+        shown["time"] = measure.time_rows(bench, sorted({1, size}), rounds, stream_bps)
+        click.echo(f"memory is read at {stream_bps / 1e9:.1f} GB/s")
     if "offline" in wanted:
         tiers = measure.mixed_tiers(low, bench.full, prompts)
         shown["offline"] = measure.offline_rows(bench, tiers, size, shown["time"], rounds)
@@ -90,9 +109,9 @@ def elastic(
         whole = measure.Bench(checkpoint, None, size, load)
         shown["whole"] = measure.whole_rows(bench, whole, sorted({1, size}), rounds)
         del whole
-    if corpus is not None:
+    if corpus is not None and found is not None:
         shown["perplexity"] = measure.perplexity_rows(
-            model, checkpoint, found, parts, corpus, windows, lambda line: click.echo(line, err=True)
+            model, checkpoint, found, split, corpus, windows, lambda line: click.echo(line, err=True)
         )
     _show(shown, out)
 

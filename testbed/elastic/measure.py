@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from calibration.elastic_eval import perplexity_table
+from calibration.partition import PartitionSettings
 from calibration.plain_model import PlainModel
+from calibration.prism import check_model
+from calibration.proxy_fit import GATE_NEURONS
 from calibration.tune import split_artifact, tuned_rows
 from calibration.windows import read_windows
 from edge_runtime.artifacts import Artifact
@@ -25,7 +28,7 @@ from edge_runtime.cache.pages import KVPages
 from edge_runtime.clock import SystemClock
 from edge_runtime.elastic.batching import Flow, Queue
 from edge_runtime.elastic.gates import ProxyGates
-from edge_runtime.elastic.sub_experts import SubExperts
+from edge_runtime.elastic.sub_experts import LayerParts, SubExperts
 from edge_runtime.engine.engine import Engine
 from edge_runtime.engine.request import Request, SamplingParams
 from edge_runtime.engine.request_table import RequestTable
@@ -39,6 +42,8 @@ from edge_runtime.model.tokenizer import Tokenizer
 from edge_runtime.node.remote import PlacedExperts
 from edge_runtime.node.share import num_experts
 from kernels.replay import Recorder
+from testbed.bench.peers.own_worker import kernel_seconds
+from testbed.elastic.steps import CountingExperts, Read, Taken, step_bytes
 from topology.ids import ExpertId
 
 Row = dict[str, Any]
@@ -94,7 +99,7 @@ class Bench:
         spec = checkpoint.spec
         self.gates = None if parts is None else ProxyGates(checkpoint, parts, spec.moe_layers)
         self.full = 0 if self.gates is None else self.gates.elasticity.full_tier
-        store = empty_store(spec)
+        store = self._store = empty_store(spec)
         experts = [ExpertId(layer, index) for layer in spec.moe_layers for index in range(num_experts(spec))]
 
         def order(expert: ExpertId) -> Tensor | None:
@@ -117,7 +122,13 @@ class Bench:
             clock=SystemClock(),
         )
 
-    def engine(self, *, joins: bool = True, record: Recorder | None = None) -> Engine:
+    def engine(
+        self,
+        *,
+        joins: bool = True,
+        record: Recorder | None = None,
+        counting: CountingExperts | None = None,
+    ) -> Engine:
         """A fresh one: nothing cached."""
         spec, clock, size, tokens = (
             self._checkpoint.spec,
@@ -131,7 +142,8 @@ class Bench:
             spec, self._trunk, KVPages(num_blocks, spec.kv_shapes(0, spec.num_layers)), max_rows=rows
         )
         table = RequestTable(size, tokens)
-        runner = Runner(decoder, self._port, table, clock, gates=self.gates, joins=joins, record=record)
+        port: Any = counting or self._port
+        runner = Runner(decoder, port, table, clock, gates=self.gates, joins=joins, record=record)
         settings = SchedulerSettings(
             vocab_size=spec.vocab_size, context_tokens=tokens, max_rows=rows, max_running=size
         )
@@ -165,6 +177,38 @@ class Bench:
                     found[output.request_id] = list(output.ended.request.output_ids)
         return list(found.values())
 
+    def taken(self, tier: int, size: int, engine: Engine | None = None) -> Taken:
+        """What a batch of prompts of a tier takes, and of it each step in which all are decoded."""
+        engine, found, begun = engine or self.engine(), Taken(), set[str]()
+        began = process_time()
+        for _ in range(size):
+            self._ask(engine, tier, self.load.answer_tokens)
+        while not engine.is_idle:
+            decodes, at, in_kernels = len(begun) == size, process_time(), kernel_seconds()
+            begun |= {output.request_id for output in engine.step()}
+            if decodes:
+                found.steps.append(process_time() - at)
+                found.experts += [kernel_seconds()[-1] - in_kernels[-1]] if in_kernels else []
+        found.total = process_time() - began
+        return found
+
+    def read(self, tier: int, size: int) -> Read:
+        """What a decode step of prompts of a tier reads, and how long its experts take; layer by layer."""
+        assert self.gates is not None, "slices are of split experts"
+        counting = CountingExperts(self._port, self.gates.elasticity.num_parts, size)
+        found = self.taken(tier, size, self.engine(joins=False, counting=counting))
+        experts, beside = step_bytes(
+            self._checkpoint.spec,
+            self._store,
+            self._trunk,
+            self.gates,
+            counting.touched,
+            num_rows=size,
+            context=self.load.prompt_tokens + self.load.answer_tokens / 2,
+            is_full=tier == self.full,
+        )
+        return Read(experts, beside, median(found.experts) if found.experts else None)
+
     def flowed(self, flow: Flow, tiers: Sequence[int], lengths: Sequence[int]) -> float:
         """Processor time to answer prompts of these tiers with so many tokens each, as `flow` lets them begin."""
         engine, began, clock = self.engine(), process_time(), SystemClock()
@@ -196,6 +240,19 @@ def open_parts(model: Path, artifact_folder: Path) -> tuple[Checkpoint, Artifact
     return checkpoint, *split_artifact(artifact_folder, checkpoint)
 
 
+def split_as_they_lie(model: Path, num_parts: int) -> tuple[Checkpoint, SubExperts]:
+    """A model and its experts cut where they lie, all slices foretold alike: enough for times, and for random weights.
+
+    UserError where the widths cannot be cut so.
+    """
+    checkpoint = Checkpoint.open(model)
+    check_model(checkpoint, PartitionSettings(num_parts), str(model))
+    spec = checkpoint.spec
+    E, F = num_experts(spec), spec.layers[spec.moe_layers[0]].ffn.width
+    alike = LayerParts(torch.arange(F).repeat(E, 1), torch.ones(E, num_parts), torch.zeros(E, num_parts))
+    return checkpoint, SubExperts(num_parts, GATE_NEURONS, dict.fromkeys(spec.moe_layers, alike))
+
+
 def perplexity_rows(
     model: Path,
     checkpoint: Checkpoint,
@@ -224,24 +281,39 @@ def perplexity_rows(
     )
 
 
-def time_rows(bench: Bench, sizes: Sequence[int], rounds: int) -> list[Row]:
-    """Processor time per token against K, minima of interleaved rounds, beside the plain path."""
+def time_rows(bench: Bench, sizes: Sequence[int], rounds: int, stream_bps: float | None = None) -> list[Row]:
+    """Processor time of a token against K, prompts included, and of a decode step beside the bytes that it reads.
+
+    Rounds take turns; of a token's time the quickest round counts, of steps the median. Times of experts are of a round layer
+    by layer, None without compiled kernels.
+
+    stream_bps  bytes per second that the machine reads; with it, what the bytes alone would take
+    """
     tiers = sorted({max(1, bench.full * share // 8) for share in range(2, 9)})
-    best: dict[tuple[int, int], float] = {}
+    cells = [(size, tier) for size in sizes for tier in tiers]
+    found: dict[tuple[int, int], list[Taken]] = {cell: [] for cell in cells}
     for _ in range(rounds):
-        for size in sizes:
-            for tier in tiers:
-                seconds = bench.seconds([[tier] * size]) / (size * bench.load.answer_tokens)
-                best[size, tier] = min(best.get((size, tier), seconds), seconds)
+        for size, tier in cells:
+            found[size, tier].append(bench.taken(tier, size))
+    best = {(n, K): min(each.total for each in taken) / n for (n, K), taken in found.items()}
+    steps = {cell: median(step for each in taken for step in each.steps) for cell, taken in found.items()}
+    read = {(n, K): bench.read(K, n) for n, K in cells}
     return [
         {
-            "n": size,
-            "K": tier,
-            "us_per_token": 1e6 * best[size, tier],
-            "of_full": best[size, tier] / best[size, bench.full],
+            "n": n,
+            "K": K,
+            "us_per_token": 1e6 * best[n, K] / bench.load.answer_tokens,
+            "of_full": best[n, K] / best[n, bench.full],
+            "step_ms": 1e3 * steps[n, K],
+            "step_of_full": steps[n, K] / steps[n, bench.full],
+            "read_of_full": read[n, K].total / read[n, bench.full].total,
+            "floor_ms": 1e3 * read[n, K].total / stream_bps if stream_bps else None,
+            "experts_ms": None if (seconds := read[n, K].seconds) is None else 1e3 * seconds,
+            "experts_MB": read[n, K].experts / 1e6,
+            "experts_of_full": read[n, K].experts / read[n, bench.full].experts,
+            "beside_MB": read[n, K].beside / 1e6,
         }
-        for size in sizes
-        for tier in tiers
+        for n, K in cells
     ]
 
 
@@ -276,7 +348,7 @@ def offline_rows(
         name: [full / own for full, own in zip(fixed, seconds, strict=True)]
         for name, seconds in spent.items()
     }
-    return [
+    rows: list[Row] = [
         {
             "way": name,
             "tokens_per_cpu_s": num_tokens / median(seconds),
@@ -287,6 +359,18 @@ def offline_rows(
         }
         for name, seconds in spent.items()
     ]
+    for name, column in (("T(n, K) allows", "us_per_token"), ("bytes allow", "read_of_full")):
+        costs = {row["K"]: row[column] for row in times if row["n"] == size}
+        rows.append(dict.fromkeys(rows[0]) | {"way": name, "of_full": most_by_tiers(tiers, lengths, costs)})
+    return rows
+
+
+def most_by_tiers(tiers: Sequence[int], lengths: Sequence[int], costs: Mapping[int, float]) -> float:
+    """How many times as fast as all at the highest tier prompts end if every step is full and of one tier.
+
+    costs  tier -> of a token in a full batch, in any unit
+    """
+    return sum(lengths) * costs[max(costs)] / sum(n * costs[K] for n, K in zip(lengths, tiers, strict=True))
 
 
 def answer_lengths(count: int, load: Load) -> list[int]:
@@ -388,7 +472,7 @@ def write_rows(folder: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> No
     axes = figure.subplots()
     for column in rows[0]:
         points = [(row["K"], row[column]) for row in rows if row[column] is not None]
-        if column not in ("K", "n", "us_per_token"):
+        if column not in ("K", "n") and not column.endswith(("_ms", "_MB", "us_per_token")):
             axes.plot(
                 *zip(*points, strict=True),
                 marker="o",

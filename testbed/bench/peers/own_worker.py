@@ -83,7 +83,7 @@ class OwnRunner:
         self.facts = {
             "version": f"edge-runtime, {said['backend']} {said['isa'] or ''}".strip(),
             "expert_bytes": share.store.nbytes,
-            "trunk_bytes": _read_by_a_step(share.trunk),
+            "trunk_bytes": read_by_a_step(share.trunk),
         }
 
     def decode(self, prompts: list[list[int]], steps: int) -> Took:
@@ -102,7 +102,7 @@ class OwnRunner:
                 started.update(output.request_id for output in outputs)
                 if len(started) == len(prompts):
                     self._times_at_start = asdict(self._engine.runner.times)
-                    self._spent_at_start = _spent()
+                    self._spent_at_start = kernel_seconds()
                     began = moment()
         for name in names:
             self._engine.abort(name)
@@ -153,7 +153,10 @@ class OwnRunner:
         assert took.began is not None, "a decode that returned has begun"
         return StepSeconds(
             (took.ended.wall_s - took.began.wall_s) / num_steps,
-            tuple((now - then) / num_steps for now, then in zip(_spent(), self._spent_at_start, strict=True)),
+            tuple(
+                (now - then) / num_steps
+                for now, then in zip(kernel_seconds(), self._spent_at_start, strict=True)
+            ),
             (runner.times.head - before["head"]) / num_steps,
             runner.num_layers,
         )
@@ -171,7 +174,7 @@ class OwnRunner:
         return names
 
 
-def _spent() -> tuple[float, ...]:
+def kernel_seconds() -> tuple[float, ...]:
     """Seconds in the compiled kernels since the process began: dense, attention, experts; nothing without them."""
     if backends.active().NAME != "native":
         return ()
@@ -180,7 +183,7 @@ def _spent() -> tuple[float, ...]:
     return _native.spent()
 
 
-def _read_by_a_step(trunk: Trunk | None) -> int:
+def read_by_a_step(trunk: Trunk | None) -> int:
     """Bytes of a trunk without an embedding that is no head: of that a step reads a row per token."""
     assert trunk is not None, "the only node of a cluster runs the whole model"
     looked_up = 0 if trunk.embed is trunk.head or trunk.embed is None else trunk.embed.nbytes
