@@ -2,7 +2,8 @@
 
 Prompts take the places of answers as those end, tier by tier. Every answer is written to a journal beside the output the
 moment it ends. When all are there, the output is written in the order of the prompts and the journal goes; it stays while
-prompts are left that the cluster failed to answer, and the next run asks those again.
+prompts are left that the cluster failed to answer, and the next run asks those again. What remains beside an output that is
+whole is a line that says of which prompts it is, so that the same command knows that nothing is left to do.
 """
 
 import hashlib
@@ -48,6 +49,11 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 line`, `3 lines`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 class Unanswered(NamedTuple):
     """Prompts that failed: all of them, and those of which the cluster was at fault, which may work another time."""
 
@@ -71,6 +77,7 @@ class Journal:
         if not os.access(out.parent, os.W_OK):
             raise RequestError(f"--out {out}: the folder {out.parent} cannot be written; name another file")
         self.path = out.with_name(f"{out.name}.part")
+        self._seal = out.with_name(f"{out.name}.done")
         digest = hashlib.blake2b(digest_size=16)
         for prompt in prompts:
             digest.update(msgspec.json.encode(prompt))
@@ -82,10 +89,28 @@ class Journal:
         }
         self._out = out
         self.num_damaged = 0
-        """Lines that hold no answer to one of the prompts; known once it is read."""
+        """Lines that hold no answer to one of the prompts; known once it is read, which takes them out."""
 
-    def read(self) -> dict[int, dict[str, Any]]:
+    def finished(self) -> Unanswered | None:
+        """How many prompts failed in the output, if it is whole and of these prompts, and was not touched; else None."""
+        if self.path.exists():
+            return None
+        try:
+            sealed, content = _parsed(self._seal.read_bytes()), self._out.read_bytes()
+        except OSError:
+            return None
+        if sealed != self._sealed(content):
+            return None
+        return Unanswered(sum("error" in entry for entry in map(_parsed, content.splitlines())), 0)
+
+    def _sealed(self, content: bytes) -> dict[str, Any]:
+        """What is kept beside an output: of which prompts its answers are, and what it held."""
+        return {**self._head, "answers": hashlib.blake2b(content, digest_size=16).hexdigest()}
+
+    def read(self, *, mends: bool = True) -> dict[int, dict[str, Any]]:
         """Answers by index. A last line that was cut short counts as not written, a damaged one as no answer.
+
+        mends  whether both are taken out of the file
 
         RequestError for answers to other prompts or of another model, for what is no journal, and for answers that are
         whole already.
@@ -95,7 +120,8 @@ class Journal:
         except FileNotFoundError:
             if self._out.exists():
                 raise RequestError(
-                    f"{self._out} exists already; remove it to answer the prompts again, or give another --out"
+                    f"{self._out} exists already, and is not known to hold this cluster's answers to these prompts; "
+                    "remove it to answer the prompts again, or give another --out"
                 ) from None
             return {}
         except OSError as error:
@@ -104,7 +130,8 @@ class Journal:
             ) from error
         whole = content.rfind(b"\n") + 1
         if not whole:  # stopped before anything was written
-            self.path.unlink()
+            if mends:
+                self.path.unlink()
             return {}
         head, *lines = content[:whole].split(b"\n")[:-1]
         found = _parsed(head)
@@ -120,11 +147,17 @@ class Journal:
             raise RequestError(
                 f"{self.path} holds answers of a cluster that was another one: {changed}; {remedy}"
             )
-        with self.path.open("r+b") as file:
-            file.truncate(whole)
-        entries = [entry for entry in map(_parsed, lines) if self._is_answer(entry)]
-        self.num_damaged = len(lines) - len(entries)
-        return {entry["index"]: entry for entry in entries}
+        parsed = [(line, entry) for line in lines if self._is_answer(entry := _parsed(line))]
+        self.num_damaged = len(lines) - len(parsed)
+        if mends and (self.num_damaged or whole < len(content)):
+            kept = b"".join(line + b"\n" for line in (head, *(line for line, _ in parsed)))
+            try:
+                _replace(self.path, kept)
+            except OSError as error:
+                raise RequestError(
+                    f"{self.path} cannot be written ({error.strerror}); give another --out"
+                ) from error
+        return {entry["index"]: entry for _, entry in parsed}
 
     def _is_answer(self, entry: Any) -> bool:
         if not isinstance(entry, dict) or not ("token_ids" in entry or "error" in entry):
@@ -140,7 +173,9 @@ class Journal:
         try:
             with self.path.open("ab") as file:
                 file.write(
-                    "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
+                    "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode(
+                        errors="replace"
+                    )
                 )
                 file.flush()
                 os.fsync(file.fileno())
@@ -154,20 +189,31 @@ class Journal:
 
         RequestError where it cannot be written; the journal stays then.
         """
-        scratch = self._out.with_name(f".{self._out.name}.{os.getpid()}")
         lines = (json.dumps(answers[index], ensure_ascii=False) + "\n" for index in sorted(answers))
+        content = "".join(lines).encode(errors="replace")
         try:
-            scratch.write_text("".join(lines), encoding="utf-8")
-            scratch.replace(self._out)
+            _replace(self._out, content)
+            if not keep:
+                _replace(self._seal, json.dumps(self._sealed(content)).encode() + b"\n")
         except OSError as error:
-            with suppress(OSError):
-                scratch.unlink()
             raise RequestError(
                 f"{self._out} cannot be written ({error.strerror}); all answers are kept in {self.path}, "
                 "and the same command writes them once it can"
             ) from error
         if not keep:
             self.path.unlink(missing_ok=True)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file as a whole: a process that is killed leaves the old one. OSError where that cannot be."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(path)
+    except OSError:
+        with suppress(OSError):
+            scratch.unlink()
+        raise
 
 
 def _changes(before: Any, now: Mapping[str, str]) -> str:
@@ -205,11 +251,13 @@ def run_offline(
     done = {index: answer for index, answer in before.items() if "error" not in answer}
     if before:
         again = len(before) - len(done)
-        more = f", and {again} failed, which are asked again" if again else ""
-        say(f"{len(done)} of {len(prompts)} prompts were answered before{more}")
+        more = f", and {again} failed and {'is' if again == 1 else 'are'} asked again" if again else ""
+        say(f"{len(done)} of {counted(len(prompts), 'prompt')} answered before{more}")
     if journal.num_damaged:
+        lines, held = counted(journal.num_damaged, "line"), "it" if journal.num_damaged == 1 else "they"
+        be = "was" if journal.num_damaged == 1 else "were"
         say(
-            f"{journal.num_damaged} lines of {journal.path} are damaged; prompts whose answers they held are answered again"
+            f"{lines} of {journal.path} {be} damaged and {be} taken out; prompts whose answers {held} held are answered again"
         )
     queue = Queue({index: tier for index, tier in enumerate(tiers) if index not in done})
     measured: dict[tuple[int, int], float] = {}
@@ -245,7 +293,7 @@ def run_offline(
                 f"{len(flow.running)} {run} at up to K {flow.tier}; " if full_tier and flow.running else ""
             )
             rate = tokens / max(now - began, 1e-9)
-            say(f"{len(done)} of {len(prompts)} prompts; {beside}{rate:.0f} tokens/s so far")
+            say(f"{len(done)} of {counted(len(prompts), 'prompt')}; {beside}{rate:.0f} tokens/s so far")
         return more
 
     client.run(begun(began), wait_ready_s=wait_ready_s, on_ended=following)

@@ -5,8 +5,8 @@ Knows no model: what the machines will hold is `placement.py`'s to say.
 
 import difflib
 import ipaddress
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 
 from topology.errors import UnknownNode
 from topology.ids import ExpertId
@@ -210,6 +210,13 @@ class Cluster:
     """Seconds of silence after which a node counts as lost."""
     source: str = ""
     """The file it was read from."""
+    lines: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Of that file, where each key of [routing] stands: some can be judged only beside the model."""
+
+    def at_routing(self, key: str) -> str:
+        """Where a key of [routing] stands, as faults of the file begin."""
+        line = f"line {self.lines[key]}, " if key in self.lines else ""
+        return f"{self.source or self.name}, {line}[routing] {key}"
 
     @property
     def separates(self) -> bool:

@@ -303,7 +303,7 @@ def _link_changes(old: Cluster, new: Cluster) -> tuple[Change, ...]:
     return tuple(changes)
 
 
-_APART = {"nodes", "links", "default_link", "pins", "source"}  # told in other ways
+_APART = {"nodes", "links", "default_link", "pins", "source", "lines"}  # told in other ways
 
 
 def _setting_changes(old: Cluster, new: Cluster) -> tuple[Change, ...]:

@@ -151,6 +151,7 @@ def parse_cluster(
         pins=tuple(Pin(expert, pin["node"]) for pin in pins if (expert := _pinned(pin))),
         routing=Routing(**routing),
         source=source,
+        lines={key: page.line_of(("routing", key)) for key in _ROUTING_KEYS if page.has("routing", key)},
     )
 
 

@@ -150,6 +150,8 @@ def _submit_one(client: "Client", prompt: "Prompt", wait_s: float, *, as_json: b
 
 
 def _submit_file(client: "Client", lines: "list[Numbered]", wait_s: float, *, trace: bool) -> None:
+    from edge_runtime.offline import counted
+
     prompts = [each.prompt for each in lines]
     answers = client.run(prompts, wait_ready_s=wait_s, on_wait=say, keeps_ended=True)
     errors = []
@@ -161,7 +163,7 @@ def _submit_file(client: "Client", lines: "list[Numbered]", wait_s: float, *, tr
             say(f"line {line}:")
             _say_trace(answer.as_json())
     if errors:
-        say(f"error: {len(errors)} of {len(answers)} prompts failed")
+        say(f"error: {len(errors)} of {counted(len(answers), 'prompt')} failed")
         for line, error in errors[:SHOWN_FAULTS]:
             say(f"  line {line}: {error}")
         sys.exit(max(error.exit_code for _, error in errors))
@@ -204,7 +206,7 @@ def batch(
     Lines as of `submit --file`; `k`, `sub_experts` or `service` say how much each may use. Stopped, it goes on where it was.
     """
     from edge_runtime.elastic.tiers import tier_of
-    from edge_runtime.offline import Journal, run_offline
+    from edge_runtime.offline import Journal, counted, run_offline
     from edge_runtime.prompts import prompts_from_file, refuse_faults
     from edge_runtime.selector.learned import find_artifact
     from edge_runtime.weights.locate import located, open_model
@@ -226,29 +228,35 @@ def batch(
     refuse_faults(faults)
     homes = sum("decode" in node.roles for node in cluster.nodes)
     prompts, served_by = [each.prompt for each in lines], _served_by(cluster, checkpoint, artifact)
-    Journal(out, prompts, served_by).read()  # what is wrong with files is told before anybody is asked
-    with open_client(cluster) as client:
-        connect(client)
-        failed = run_offline(
-            client,
-            prompts,
-            tiers,
-            out,
-            SystemClock(),
-            capacity=size or max(1, homes) * cluster.max_requests,
-            served_by=served_by,
-            full_tier=full if elasticity is not None else 0,
-            rule=rule,  # type: ignore[arg-type]
-            wait_ready_s=wait_s,
-            say=say,
-        )
+    journal = Journal(out, prompts, served_by)
+    failed = journal.finished()
+    if failed is not None:
+        say(f"{out} holds the answers to these prompts already; nothing is asked")
+    else:
+        journal.read(mends=False)  # what is wrong with files is told before anybody is asked
+        with open_client(cluster) as client:
+            connect(client)
+            failed = run_offline(
+                client,
+                prompts,
+                tiers,
+                out,
+                SystemClock(),
+                capacity=size or max(1, homes) * cluster.max_requests,
+                served_by=served_by,
+                full_tier=full if elasticity is not None else 0,
+                rule=rule,  # type: ignore[arg-type]
+                wait_ready_s=wait_s,
+                say=say,
+            )
     click.echo(str(out))
-    if failed.of_cluster:
-        raise ClusterError(
-            f"{failed.total} of {len(lines)} prompts failed; their lines in {out} say why, and the same command asks them again"
-        )
     if failed.total:
-        raise RequestError(f"{failed.total} of {len(lines)} prompts failed; their lines in {out} say why")
+        lines_say = f"its line in {out} says" if failed.total == 1 else f"their lines in {out} say"
+        told = f"{failed.total} of {counted(len(lines), 'prompt')} failed; {lines_say} why"
+        if failed.of_cluster:
+            again = "it" if failed.of_cluster == 1 else "them"
+            raise ClusterError(f"{told}, and the same command asks {again} again")
+        raise RequestError(told)
 
 
 def _elasticity(

@@ -357,7 +357,7 @@ def policy_of(cluster: Cluster, fit: SignatureFit | None) -> str:
         return ELDR if fit is not None and cluster.separates and len(homes) > 1 else "pressure"
     if wanted == ELDR and fit is None:
         raise ArtifactError(
-            f'{cluster.source or cluster.name}, [routing] policy: "eldr" goes by section signature_fit of a calibration, '
+            f'{cluster.at_routing("policy")}: "eldr" goes by section signature_fit of a calibration, '
             f'and model {cluster.model} has none; run "edge-runtime calibrate", or write policy = "pressure"'
         )
     return wanted
@@ -371,7 +371,7 @@ def lane_settings(cluster: Cluster, elasticity: Elasticity | None) -> LaneSettin
     full = elasticity.full_tier
     if routing.lane_window >= full - full // 2:
         raise ArtifactError(
-            f"{cluster.source or cluster.name}, [routing] lane_window: {routing.lane_window} leaves neither lane a tier of its "
+            f"{cluster.at_routing('lane_window')}: {routing.lane_window} leaves neither lane a tier of its "
             f"own: requests to this model use 1 to {full} sub-experts and the border begins at {full // 2}; write at most "
             f"{full - full // 2 - 1}"
         )

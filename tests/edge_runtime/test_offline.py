@@ -156,19 +156,43 @@ def test_prompts_that_failed_are_no_answers_and_are_asked_again(tmp_path):
     assert failed == (1, 1) and "error" in out.read_text() and (tmp_path / "out.part").exists()
     said, client = [], Doubling(clock)
     assert run_offline(client, PROMPTS, [FULL] * 3, out, clock, capacity=3, say=said.append) == (0, 0)
-    assert said[0] == "2 of 3 prompts were answered before, and 1 failed, which are asked again"
+    assert said[0] == "2 of 3 prompts answered before, and 1 failed and is asked again"
     assert client.asked == [[[1]]] and "error" not in out.read_text()
     assert not (tmp_path / "out.part").exists()
     client = Failing(clock)
     client.kind = "user"
     assert run_offline(client, PROMPTS, [FULL] * 3, tmp_path / "mine", clock, capacity=3) == (1, 0)
     assert not (tmp_path / "mine.part").exists(), "it would fail again"
+    assert Journal(tmp_path / "mine", PROMPTS, {}).finished() == (1, 0), "and is told again"
 
 
 def test_answers_that_are_whole_are_not_written_over(tmp_path):
     (tmp_path / "out.jsonl").write_text("{}\n")
-    with pytest.raises(RequestError, match="exists already; remove it"):
+    with pytest.raises(RequestError, match="exists already, .*; remove it"):
         Journal(tmp_path / "out.jsonl", [Prompt(prompt="again")], {}).read()
+
+
+def test_an_output_is_finished_for_its_own_prompts_and_cluster_as_long_as_nobody_touched_it(tmp_path):
+    out, clock, served_by = tmp_path / "out", ManualClock(), {"model": "aa"}
+    run_offline(Doubling(clock), PROMPTS, [FULL] * 3, out, clock, capacity=3, served_by=served_by)
+    assert Journal(out, PROMPTS, served_by).finished() == (0, 0)
+    for prompts, others in ((PROMPTS[:2], served_by), (PROMPTS, {"model": "bb"}), (PROMPTS, {})):
+        journal = Journal(out, prompts, others)
+        assert journal.finished() is None
+        with pytest.raises(RequestError, match="not known to hold this cluster's answers to these prompts"):
+            journal.read()
+    written, seal = out.read_bytes(), tmp_path / "out.done"
+    for damaged in (b"", b"[]\n", b"\xff", seal.read_bytes()[:-9]):
+        seal.write_bytes(damaged)
+        assert Journal(out, PROMPTS, served_by).finished() is None
+    out.unlink()
+    again = Doubling(clock)
+    assert Journal(out, PROMPTS, served_by).finished() is None
+    run_offline(again, PROMPTS, [FULL] * 3, out, clock, capacity=3, served_by=served_by)
+    assert len(again.asked) == 1 and out.read_bytes() == written
+    assert Journal(out, PROMPTS, served_by).finished() == (0, 0)
+    out.write_bytes(written[:-1])
+    assert Journal(out, PROMPTS, served_by).finished() is None
 
 
 def test_times_are_measured_before_tiers_are_merged_by_them():
@@ -223,8 +247,41 @@ def test_damaged_lines_of_a_journal_are_no_answers_and_are_said(tmp_path, damage
     with journal.path.open("ab") as file:
         file.write(damage)
     journal.add({2: {"token_ids": [3]}})
+    before = journal.path.read_bytes()
     again = Journal(tmp_path / "out", PROMPTS, {})
+    assert sorted(again.read(mends=False)) == [0, 2] and journal.path.read_bytes() == before
     assert sorted(again.read()) == [0, 2] and again.num_damaged == damage.count(b"\n")
+    again = Journal(tmp_path / "out", PROMPTS, {})
+    assert sorted(again.read()) == [0, 2] and again.num_damaged == 0, "told once, and taken out"
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [
+        (1, "1 line of {} was damaged and was taken out; prompts whose answers it held are answered again"),
+        (
+            2,
+            "2 lines of {} were damaged and were taken out; prompts whose answers they held are answered again",
+        ),
+    ],
+)
+def test_how_many_lines_are_damaged_is_said_in_words(tmp_path, count, told):
+    journal, clock, said = Journal(tmp_path / "out", PROMPTS, {}), ManualClock(), []
+    journal.add({0: {"token_ids": [1]}})
+    with journal.path.open("ab") as file:
+        file.write(b"oops\n" * count)
+    run_offline(Doubling(clock), PROMPTS, [FULL] * 3, tmp_path / "out", clock, capacity=3, say=said.append)
+    assert said[:2] == ["1 of 3 prompts answered before", told.format(journal.path)]
+
+
+def test_an_answer_that_is_no_text_is_written_all_the_same(tmp_path):
+    """Half of a pair of surrogates, which JSON can spell and UTF-8 cannot."""
+    journal, clock = Journal(tmp_path / "out", PROMPTS, {}), ManualClock()
+    journal.add({0: {"token_ids": [1]}})
+    with journal.path.open("ab") as file:
+        file.write(b'{"index": 1, "token_ids": [], "text": "\\ud800"}\n')
+    run_offline(Doubling(clock), PROMPTS, [FULL] * 3, tmp_path / "out", clock, capacity=3)
+    assert json.loads((tmp_path / "out").read_text().splitlines()[1])["text"] == "?"
 
 
 def test_a_journal_in_which_nothing_was_written_is_none(tmp_path):

@@ -91,8 +91,11 @@ def test_a_file_of_prompts_is_answered_tier_by_tier_in_order_and_goes_on(cluster
     assert refused.exit_code == 2 and f"{faulty}, line 3: k is 9; allowed is 0.25" in refused.stderr
     told = cluster.cli("submit", "--file", faulty, "--max-tokens", "2")
     assert told.exit_code == 2 and "1 of 2 prompts failed\n  line 3: k is 9; allowed" in told.stderr
-    again = cluster.cli("batch", file, "--out", out)
-    assert again.exit_code == 2 and "exists already" in again.stderr
+    options = "--max-tokens", "6", "--size", "2"
+    again = cluster.cli("batch", file, "--out", out, *options)
+    assert again.exit_code == 0 and "holds the answers to these prompts already" in again.stderr
+    other = cluster.cli("batch", file, "--out", out, "--max-tokens", "7")
+    assert other.exit_code == 2 and "exists already" in other.stderr
 
 
 def test_the_tuned_gate_serves_tiers_and_leaves_whole_requests_as_they_are(

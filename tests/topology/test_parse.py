@@ -573,7 +573,12 @@ def test_routing_has_its_defaults_and_can_be_told_otherwise():
     assert str(routing) == "eldr, tau 0.2, min_candidates 2, count_transfer False"
     text = changed('name = "home"', 'name = "home"\nsub_experts = true')
     text += '\n[routing]\nlanes = true\nlane_share = 0.3\nlane_window = 3\nlane_dwell = "500 ms"\n'
-    routing = parse_cluster(text).routing
+    found = parse_cluster(text, source="a.toml")
+    routing = found.routing
+    line = text.splitlines().index("lane_window = 3") + 1
+    assert found.at_routing("lane_window") == f"a.toml, line {line}, [routing] lane_window"
+    assert found.at_routing("tau") == "a.toml, [routing] tau", "it does not stand there"
+    assert found == parse_cluster("\n" + text, source="a.toml"), "where it stands changes nothing"
     assert (routing.lanes, routing.lane_share, routing.lane_window) == (True, 0.3, 3)
     assert (routing.lane_dwell_s, routing.lane_freeze_s, routing.lane_ratio) == (0.5, 5.0, 1.25)
 
