@@ -283,9 +283,10 @@ def gate(
         )
     losses = artifact.tensor("linear_gate", "losses")
     tenth = max(1, len(losses) // 10)
+    means = [each.mean(0).tolist() for each in (losses[:tenth], losses[-tenth:])]
     _say(
-        f"cross-entropy and divergence {losses[:tenth].mean(0).tolist()} in the first {tenth} steps, "
-        f"{losses[-tenth:].mean(0).tolist()} in the last; {clock.now() - began:.0f} s"
+        f"cross-entropy {means[0][0]:.3f} and divergence {means[0][1]:.4f} in the first {tenth} of {len(losses)} steps, "
+        f"{means[1][0]:.3f} and {means[1][1]:.4f} in as many at the end; {clock.now() - began:.0f} s"
     )
     click.echo(str(out))
 

@@ -228,7 +228,8 @@ class Bench:
     def _ask(self, engine: Engine, tier: int, answer_tokens: int) -> str:
         """Submit a prompt of its own. Returns the request's id."""
         number = self._asked = self._asked + 1
-        ids = [3 + (17 * number + 31 * i) % 500 for i in range(self.load.prompt_tokens)]
+        most = min(500, self._checkpoint.spec.vocab_size - 3)
+        ids = [3 + (17 * number + 31 * i) % most for i in range(self.load.prompt_tokens)]
         params = SamplingParams(max_tokens=answer_tokens, seed=0, ignore_eos=True)
         engine.submit(Request(f"r{number}", ids, params, 0.0, tier=0 if tier == self.full else tier))
         return f"r{number}"
@@ -281,15 +282,22 @@ def perplexity_rows(
     )
 
 
-def time_rows(bench: Bench, sizes: Sequence[int], rounds: int, stream_bps: float | None = None) -> list[Row]:
+def time_rows(
+    bench: Bench,
+    sizes: Sequence[int],
+    rounds: int,
+    stream_bps: float | None = None,
+    tiers: Sequence[int] = (),
+) -> list[Row]:
     """Processor time of a token against K, prompts included, and of a decode step beside the bytes that it reads.
 
     Rounds take turns; of a token's time the quickest round counts, of steps the median. Times of experts are of a round layer
     by layer, None without compiled kernels.
 
     stream_bps  bytes per second that the machine reads; with it, what the bytes alone would take
+    tiers       those besides the full one; none: eighths of it from two on
     """
-    tiers = sorted({max(1, bench.full * share // 8) for share in range(2, 9)})
+    tiers = sorted({*(tiers or [max(1, bench.full * share // 8) for share in range(2, 8)]), bench.full})
     cells = [(size, tier) for size in sizes for tier in tiers]
     found: dict[tuple[int, int], list[Taken]] = {cell: [] for cell in cells}
     for _ in range(rounds):
