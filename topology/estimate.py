@@ -68,6 +68,7 @@ class Estimate:
         # The same stage, with the same helpers for its experts, comes back in many plans and batches.
         self._predictions: dict[tuple[object, ...], GroupPrediction] = {}
         self._steps: dict[tuple[object, ...], StepPrediction] = {}
+        self._trunk_seconds: dict[tuple[str, int, float], tuple[Floats, float]] = {}
         self._helped: dict[tuple[object, ...], list[tuple[str, float]]] = {}
         self._splits: dict[tuple[object, ...], ExpertShares] = {}
         self._covered: dict[Stage, float] = {}
@@ -152,8 +153,22 @@ class Estimate:
                 first_layer=stage.first_layer,
                 last_layer=stage.last_layer,
                 context_tokens=workload.context_tokens,
+                trunk=self._trunk(stage.node, batch, workload.context_tokens),
             )
         return self._steps[key]
+
+    def _trunk(self, node: str, batch: int, context_tokens: float) -> tuple[Floats, float]:
+        """Seconds of all layers' trunks, and of the head, on a node; see `trunk_seconds`."""
+        key = (node, batch, context_tokens)
+        if key not in self._trunk_seconds:
+            self._trunk_seconds[key] = trunk_seconds(
+                self.footprint,
+                self.machines.speed(node),
+                batch,
+                context_tokens,
+                self.machines.trunk_format(node),
+            )
+        return self._trunk_seconds[key]
 
     def score(self, groups: Sequence[GroupPlan], hosts: frozenset[str], workload: Workload) -> float:
         """Seconds per token of a plan, as its workload counts them; infinite if it cannot be."""
@@ -241,7 +256,7 @@ class Estimate:
             columns[1:] = [column * rest / held for column in columns[1:]]
         used = [index for index, column in enumerate(columns[1:]) if column > 1e-9]
         table = np.tile(np.array([columns[0], *(columns[1 + index] for index in used)]), (len(layers), 1))
-        return ExpertShares(tuple(names[index] for index in used), K * table, E * table)
+        return ExpertShares(tuple(names[index] for index in used), K * table, E * table, is_level=True)
 
     def stage_costs(self, workload: Workload, hosts: frozenset[str]) -> tuple[list[str], Floats, Floats]:
         """Nodes that may run layers, [N, L+1, L+1] their seconds for layers [a, b), [N, N] seconds of a hop.
@@ -257,13 +272,7 @@ class Estimate:
             helpers = self._helpers(name, (), hosts)
             seconds, head, fixed = np.zeros((FRACTIONS + 1, L)), 0.0, 0.0
             for batch, weight in workload.batches:
-                trunk, of_head = trunk_seconds(
-                    self.footprint,
-                    self.machines.speed(name),
-                    batch,
-                    workload.context_tokens,
-                    self.machines.trunk_format(name),
-                )
+                trunk, of_head = self._trunk(name, batch, workload.context_tokens)
                 seconds += weight / total * trunk
                 head += weight / total * of_head
                 speed = self.machines.speed(name)

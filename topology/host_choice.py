@@ -59,22 +59,25 @@ def choose_hosts(
 
 def cover_ranks(nodes: Sequence[str], layers: Sequence[int]) -> NDArray[np.int64]:
     """[L, N, N] whom each home (second axis) takes first among equals in each layer, less first."""
+    return np.stack([cover_rank(home, nodes, layers) for home in nodes], axis=1)
+
+
+def cover_rank(home: str, nodes: Sequence[str], layers: Sequence[int]) -> NDArray[np.int64]:
+    """[L, N] whom one home takes first among equals in each layer, less first."""
     hashes = np.array(
-        [
-            [[int.from_bytes(_stable_hash(home, peer, layer), "big") for peer in nodes] for home in nodes]
-            for layer in layers
-        ],
+        [[int.from_bytes(_stable_hash(home, peer, layer), "big") for peer in nodes] for layer in layers],
         dtype=np.uint64,
-    ).reshape(len(layers), len(nodes), len(nodes))
-    found: NDArray[np.int64] = np.argsort(np.argsort(hashes, axis=2, kind="stable"), axis=2)
+    ).reshape(len(layers), len(nodes))
+    found: NDArray[np.int64] = np.argsort(np.argsort(hashes, axis=1, kind="stable"), axis=1)
     return found
 
 
 def cover_tables(held: NDArray[np.bool_], home: int, rank: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What `choose_hosts` does, for many layers at once: [L, E] the node that a home calls for each expert, itself included.
+    """What `choose_hosts` does, for many layers at once: [L, E] the node that a home calls for each expert, itself included,
+    or NOBODY.
 
-    held  [L, N, E] who holds what; every expert somewhere
-    rank  [L, N] from `cover_ranks`, of this home
+    held  [L, N, E] who holds what
+    rank  [L, N] from `cover_rank`, of this home
     """
     num_layers, num_nodes = held.shape[:2]
     owner = np.where(held[:, home], home, NOBODY)

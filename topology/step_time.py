@@ -25,15 +25,16 @@ throughput is the batch over the slowest stage, when every stage has a batch of 
 Knows no clock, no state of a queue and no memory limit.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from topology.costs import AS_STORED, ModelFootprint, trunk_sizes
-from topology.host_choice import choose_hosts
+from topology.host_choice import cover_rank, cover_tables
 from topology.ids import ExpertId
 from topology.node_plan import GroupPlan, Placement, Stage
 from topology.speeds import LinkSpeed, Machines, NodeSpeed
@@ -122,6 +123,8 @@ class ExpertShares:
     count: Floats
     chances: Floats | None = None
     owner: NDArray[np.integer] | None = None
+    is_level: bool = False
+    """Every layer has the same shares, and all experts are alike."""
 
     def touched(self, batch: int, num_experts: int, top_k: int) -> Floats:
         """[M, 1+N] different experts that `batch` tokens touch, as an expectation."""
@@ -135,11 +138,19 @@ class ExpertShares:
 
     def spared(self, columns: Sequence[int], num_experts: int, top_k: int) -> Floats:
         """[M] chance that a token needs none of what these columns answer for."""
+        return self.spared_by(self.weighed[:, columns].sum(axis=1), num_experts, top_k)
+
+    @property
+    def weighed(self) -> Floats:
+        """[M, 1+N] what `spared_by` goes by: `mass` under demand, `count` where all are alike."""
+        return self.count if self.chances is None else self.mass
+
+    def spared_by(self, weighed: Floats, num_experts: int, top_k: int) -> Floats:
+        """[...] chance that a token needs none of a set of experts, by the sum of `weighed` over their columns [...]."""
         if self.chances is not None:
-            return np.maximum(0.0, 1 - self.mass[:, columns].sum(axis=1) / top_k) ** top_k
-        count = self.count[:, columns].sum(axis=1)  # k different ones out of E, none of them among these
-        left = 1 - count[:, None] / (num_experts - np.arange(top_k))
-        return np.maximum(0.0, left).prod(axis=1)
+            return np.maximum(0.0, 1 - weighed / top_k) ** top_k
+        left = 1 - weighed[..., None] / (num_experts - np.arange(top_k))  # k different ones, none of the set
+        return np.maximum(0.0, left).prod(axis=-1)
 
 
 def distinct_experts(num_experts: int, top_k: int, batch: int) -> float:
@@ -193,22 +204,59 @@ def expert_shares(
     alive: Collection[str] | None = None,
 ) -> ExpertShares | None:
     """Who answers for which experts of a home's layers, by the very rule of `host_choice`; None if some have nobody."""
-    last_layer = footprint.num_layers if last_layer is None else last_layer
-    layers = [layer for layer in footprint.moe_layers if first_layer <= layer < last_layer]
-    held = {expert: nodes for expert, nodes in hosts.items() if first_layer <= expert.layer < last_layer}
-    names = sorted({name for nodes in held.values() for name in nodes} - {home})
-    chosen = choose_hosts(
-        held,
-        home=home,
-        alive=alive if alive is not None else names,
-        num_layers=footprint.num_layers,
-        num_experts=footprint.experts_per_layer,
-        peers=[home, *names],
-    )
-    owner = chosen[layers]
-    if (owner < 0).any():
-        return None
-    return shares_of(tuple(names), owner, chances_of(footprint, layers, demand), all_alike=not demand)
+    last = footprint.num_layers if last_layer is None else last_layer
+    return _held(footprint, hosts).shares(footprint, home, first_layer, last, demand, alive)
+
+
+class _Held(NamedTuple):
+    """Who holds which expert, as a table, since every home of a placement asks.
+
+    holds  [L, N, E] of all layers and of `nodes`, which are sorted
+    """
+
+    nodes: Sequence[str]
+    holds: NDArray[np.bool_]
+
+    def shares(
+        self,
+        footprint: ModelFootprint,
+        home: str,
+        first_layer: int,
+        last_layer: int,
+        demand: Mapping[ExpertId, float] | None,
+        alive: Collection[str] | None,
+    ) -> ExpertShares | None:
+        """See `expert_shares`."""
+        layers = [layer for layer in footprint.moe_layers if first_layer <= layer < last_layer]
+        holds = self.holds[layers]
+        peers = [
+            (column, name)
+            for column, name in enumerate(self.nodes)
+            if name != home and holds[:, column].any()
+        ]
+        names = tuple(name for _, name in peers)
+        own = (
+            holds[:, self.nodes.index(home)]
+            if home in self.nodes
+            else np.zeros((len(layers), holds.shape[2]), dtype=bool)
+        )
+        reached = [
+            holds[:, column] & (alive is None or name in alive) for column, name in peers
+        ]  # each [M, E]
+        table = np.stack([own, *reached], axis=1)
+        owner = cover_tables(table, 0, cover_rank(home, [home, *names], layers))
+        if (owner < 0).any():
+            return None
+        return shares_of(names, owner, chances_of(footprint, layers, demand), all_alike=not demand)
+
+
+def _held(footprint: ModelFootprint, hosts: Mapping[ExpertId, Sequence[str]]) -> _Held:
+    nodes = sorted({name for held_by in hosts.values() for name in held_by})
+    column = {name: index for index, name in enumerate(nodes)}
+    holds = np.zeros((footprint.num_layers, len(nodes), footprint.experts_per_layer), dtype=bool)
+    places = [(layer, column[name], index) for (layer, index), names in hosts.items() for name in names]
+    holds[tuple(np.array(places, dtype=np.intp).reshape(-1, 3).T)] = True
+    return _Held(nodes, holds)
 
 
 def shares_of(
@@ -285,54 +333,79 @@ def expert_seconds(
 ) -> "ExpertSeconds":
     """What the experts of these layers take, [M] layers, [M, N] layers and peers; expectations."""
     K, E = footprint.top_k, footprint.experts_per_layer
-    touched = shares.touched(batch, E, K)
-    of_layers = tuple(layers)
+    num_layers, of_layers = len(layers), tuple(layers)
+
+    # All nodes at once, the home first, in tables of [1+N, M] and [N, M]: the planner comes here some thousand times.
+    nodes = (home, *shares.nodes)
+    speeds, links = (
+        [machines.speed(node) for node in nodes],
+        [machines.link(home, node) for node in nodes[1:]],
+    )
+    formats = [machines.weight_format(node) for node in nodes]
     stored = _sizes(footprint.expert_bytes["as_stored"], of_layers)
+    sizes = np.array([_sizes(footprint.expert_bytes[each], of_layers) for each in formats])
+    mass, weighed, touched = shares.mass.T, shares.weighed.T, shares.touched(batch, E, K).T
+    if shares.is_level and (stored == stored[0]).all() and (sizes == sizes[:, :1]).all():
+        stored, sizes = (
+            stored[:1],
+            sizes[:, :1],
+        )  # one layer stands for all: M is 1 until sums over layers are taken
+        mass, weighed, touched = mass[:, :1], weighed[:, :1], touched[:, :1]
+
+    def each_layer(table: Floats) -> Floats:
+        return table if table.shape[-1] == num_layers else np.repeat(table, num_layers, axis=-1)
+
     of_row = operations(footprint, 1.0) * stored  # operations of one row through one expert
+    alone = shares.spared_by(weighed[1:], E, K)
+    called = 1 - alone**batch
+    per_call = np.maximum(called, 1e-12)
+    own_s = touched * sizes / _column(
+        _expert_rate(speed) for speed in speeds
+    ) + batch * mass * of_row / _column((speed.experts or speed).flops for speed in speeds)
+    begun_s = (mass > 1e-9) * _column(
+        0.0 if speed.experts is None else speed.experts.overhead_s for speed in speeds
+    )
+    local, remote = begun_s[0] + own_s[0], begun_s[1:] + own_s[1:] / per_call
 
-    def compute(node: str, column: int, per_call: Floats) -> Floats:
-        speed, sizes = machines.speed(node), footprint.expert_bytes[machines.weight_format(node)]
-        read = touched[:, column] * _sizes(sizes, of_layers)
-        rows = batch * shares.mass[:, column] * of_row
-        if speed.experts is None:
-            return (read / speed.memory_bytes_per_s + rows / speed.flops) / per_call
-        is_called = shares.mass[:, column] > 1e-9
-        own = read / speed.experts.bytes_per_s + rows / speed.experts.flops
-        return is_called * speed.experts.overhead_s + own / per_call
+    carried = (
+        batch * (1 - alone + mass[1:]) / per_call
+    )  # out once for each token, back once for each routed row
+    row_bits = footprint.width * WIRE_ITEM_BYTES * 8
+    wire = _column(link.rtt_s for link in links) + carried * _column(
+        row_bits / link.bandwidth_bps for link in links
+    )
+    seconds = wire + _column(speed.call_overhead_s for speed in speeds[1:]) + remote
+    chance = np.where(mass[1:] > 1e-9, called, 0.0)
+    by_layer = np.ascontiguousarray(each_layer(chance).T)
+    sending = np.ascontiguousarray(chance.T).sum(axis=1) * (speeds[0].send_overhead_s + speeds[0].call_work_s)
 
-    local = compute(home, 0, np.ones(len(layers)))
-    num_peers = len(shares.nodes)
-    chance, seconds, wire, remote = (np.zeros((len(layers), num_peers)) for _ in range(4))
-    for index, node in enumerate(shares.nodes):
-        mass = shares.mass[:, index + 1]
-        spared = shares.spared([index + 1], E, K)
-        called = 1 - spared**batch
-        per_call = np.maximum(called, 1e-12)
-        link = machines.link(home, node)
-        rows = (
-            batch * (1 - spared + mass) / per_call
-        )  # out once for each token, back once for each routed row
-        remote[:, index] = compute(node, index + 1, per_call)
-        wire[:, index] = link.rtt_s + rows * (footprint.width * WIRE_ITEM_BYTES * 8 / link.bandwidth_bps)
-        seconds[:, index] = wire[:, index] + machines.speed(node).call_overhead_s + remote[:, index]
-        chance[:, index] = np.where(mass > 1e-9, called, 0.0)
-    own = machines.speed(home)
-    sending = chance.sum(axis=1) * (own.send_overhead_s + own.call_work_s)
-    slowest_first = [int(index) for index in np.argsort(-seconds.mean(axis=0), kind="stable")]
-    longest, nobody_yet, on_wire = np.zeros(len(layers)), np.ones(len(layers)), np.zeros(len(layers))
-    for position, index in enumerate(slowest_first):
-        nobody = shares.spared([column + 1 for column in slowest_first[: position + 1]], E, K) ** batch
-        longest += (nobody_yet - nobody) * np.maximum(local, seconds[:, index])
-        on_wire += (nobody_yet - nobody) * np.minimum(
-            wire[:, index], np.maximum(0.0, seconds[:, index] - local)
-        )
-        nobody_yet = nobody
-    work = {home: float((local + sending).sum())}
-    for index, node in enumerate(shares.nodes):
-        served_s = remote[:, index] + machines.speed(node).serve_work_s
-        work[node] = float((chance[:, index] * served_s).sum())
-    wait = sending + longest + nobody_yet * local - local
-    return ExpertSeconds(local, wait, chance, sending, on_wire, work)
+    # A layer waits for its slowest peer, unless only faster ones are called.
+    slowest_first = np.argsort(-np.ascontiguousarray(each_layer(seconds).T).mean(axis=0), kind="stable")
+    so_far = np.cumsum(weighed[1:][slowest_first], axis=0)
+    nobody = np.concatenate([np.ones((1, len(local))), shares.spared_by(so_far, E, K) ** batch])
+    waits_for = nobody[:-1] - nobody[1:]
+    nothing = np.zeros(len(local))  # summed peer by peer: numpy's own order hangs on the table's shape
+    longest = sum(waits_for * np.maximum(local, seconds[slowest_first]), nothing)
+    beyond = np.maximum(0.0, seconds[slowest_first] - local)
+    on_wire = sum(waits_for * np.minimum(wire[slowest_first], beyond), nothing)
+    wait = sending + longest + nobody[-1] * local - local
+
+    served_s = chance * (remote + _column(speed.serve_work_s for speed in speeds[1:]))
+    work = {home: float(each_layer(local + sending).sum())}
+    work |= dict(zip(shares.nodes, each_layer(served_s).sum(axis=1).tolist(), strict=True))
+    return ExpertSeconds(
+        each_layer(local), each_layer(wait), by_layer, each_layer(sending), each_layer(on_wire), work
+    )
+
+
+def _expert_rate(speed: NodeSpeed) -> float:
+    """Bytes of experts that a node reads in a second."""
+    return speed.memory_bytes_per_s if speed.experts is None else speed.experts.bytes_per_s
+
+
+def _column(numbers: Iterable[float]) -> Floats:
+    """[n, 1], to go with a line for each node."""
+    return np.array(list(numbers), dtype=float).reshape(-1, 1)
 
 
 def predict_home_step(
@@ -345,17 +418,21 @@ def predict_home_step(
     first_layer: int = 0,
     last_layer: int | None = None,
     context_tokens: float = DEFAULT_CONTEXT_TOKENS,
+    trunk: tuple[Floats, float] | None = None,
 ) -> StepPrediction:
     """One decode step of `batch` rows through layers [first_layer, last_layer) at a home.
 
     shares          of these layers, from `expert_shares`; None if an expert has no host: the step never ends
     context_tokens  tokens of KV that a row attends to, on average
+    trunk           what `trunk_seconds` says of the home, where that is known
     """
     last_layer = footprint.num_layers if last_layer is None else last_layer
     _require_shape(footprint)
     layers = [layer for layer in footprint.moe_layers if first_layer <= layer < last_layer]
     speed = machines.speed(home)
-    by_layer, head = trunk_seconds(footprint, speed, batch, context_tokens, machines.trunk_format(home))
+    by_layer, head = trunk or trunk_seconds(
+        footprint, speed, batch, context_tokens, machines.trunk_format(home)
+    )
     trunk_s = speed.step_overhead_s + batch * speed.row_overhead_s
     trunk_s += float(by_layer[first_layer:last_layer].sum())
     beside_s = speed.hand_out_step_s + batch * speed.hand_out_token_s if first_layer == 0 else 0.0
@@ -443,17 +520,9 @@ class PlacementClock:
         alive: Collection[str] | None = None,
     ) -> None:
         self._footprint, self._machines = footprint, machines
-        hosts = placement.hosts()
+        held = _held(footprint, placement.hosts())
         self._shares: dict[Stage, ExpertShares | None] = {
-            stage: expert_shares(
-                footprint,
-                hosts,
-                home=stage.node,
-                first_layer=stage.first_layer,
-                last_layer=stage.last_layer,
-                demand=demand,
-                alive=alive,
-            )
+            stage: held.shares(footprint, stage.node, stage.first_layer, stage.last_layer, demand, alive)
             for group in placement.groups
             for stage in group.stages
         }

@@ -2,8 +2,10 @@
 
 import random
 import re
-import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,17 +26,18 @@ from tests.support.planning import (
     node,
     prediction_table,
 )
-from topology import costs
+from topology import costs, estimate, step_time
 from topology.cluster import Cluster
 from topology.costs import ModelFootprint
 from topology.errors import PlacementError
 from topology.explain import explain
+from topology.host_choice import cover_tables
 from topology.ids import ExpertId
 from topology.layout import lay_out
 from topology.placement import plan_placement
 from topology.speeds import NodeSpeed, machines_of
 from topology.stages import HOME, HOMES, SOLO, STAGES, ClusterPlan, choose_plan, why_left_out
-from topology.step_time import PlacementClock
+from topology.step_time import PlacementClock, expert_seconds
 from topology.workload import Workload
 
 SMALL = model(layers=3, experts=8, top_k=2, width=128, inner=128, vocab=512)
@@ -320,8 +323,25 @@ def test_plan_placement_follows_the_file() -> None:
     assert [group.nodes for group in homes.groups] == [("n0",), ("n1",), ("n2",), ("n3",)]
 
 
-@pytest.mark.parametrize(("num_nodes", "limit_s"), [(8, 1.0), (20, 3.0)])
-def test_a_model_of_real_size_is_planned_in_a_second(num_nodes: int, limit_s: float) -> None:
+@pytest.mark.parametrize(("num_nodes", "num_sums", "num_homes"), [(8, 1750, 21), (20, 4968, 18)])
+def test_a_plan_for_a_model_of_real_size_is_found_in_few_sums(
+    num_nodes: int, num_sums: int, num_homes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two things take nearly all of a plan's time, each with work that hangs on the model alone: what the experts of a home
+    take in a step, and whom a home calls for each expert. Counted, since a search that blows up asks for thousands more,
+    and seconds say what else the machine does.
+    """
+    counted: Counter[str] = Counter()
+
+    def counting(of: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            counted[of.__name__] += 1
+            return of(*args, **options)
+
+        return call
+
+    for module, of in ((step_time, expert_seconds), (estimate, expert_seconds), (step_time, cover_tables)):
+        monkeypatch.setattr(module, of.__name__, counting(of))
     empty = cluster(rtt_s=0.001, kv_tokens=8192, process_reserve_bytes=350 * 2**20)
     nodes = [
         node(
@@ -332,12 +352,9 @@ def test_a_model_of_real_size_is_planned_in_a_second(num_nodes: int, limit_s: fl
         for i in range(num_nodes)
     ]
     built = replace(empty, nodes=tuple(nodes))
-    began = time.process_time()
     chosen = choose_plan(built, QWEN3_30B)
-    took = time.process_time() - began
     check(chosen, built, QWEN3_30B)
-    # No timing: a search that blows up takes minutes. An idle AMD EPYC with AVX2 took 2.3 s where the quickest machine takes 1.
-    assert took < 6 * limit_s, f"{took:.2f} s of processor time; {limit_s} s on the quickest machine"
+    assert 0 < counted["expert_seconds"] <= num_sums and 0 < counted["cover_tables"] <= num_homes, counted
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
