@@ -24,7 +24,7 @@ from topology.speeds import NodeSpeed, declared_speed, machines_of
 from topology.spread import spread_first_copies
 from topology.step_time import expert_seconds, shares_of
 from topology.traits import ExpertTraits, Floats, Traffic
-from topology.units import format_bytes_rounded
+from topology.units import in_one_unit
 
 CALL_WORK_S, SERVE_WORK_S = 125e-6, 125e-6
 """Processor seconds of a call at the home and at the peer, where they were not measured: 0.27 ms together for the demo model."""
@@ -220,12 +220,7 @@ class _Desk:
                 short.append((sum(parts.values()), entry.node, parts))
         if not short:
             return
-        told = "; ".join(
-            f"node {node.name} needs {needed} bytes before any expert and has {node.memory_bytes} ("
-            + ", ".join(f"{part} {format_bytes_rounded(size)}" for part, size in parts.items() if size)
-            + ")"
-            for needed, node, parts in short
-        )
+        told = "; ".join(_too_small(node, parts) for _, node, parts in short)
         remedy = (
             "raise memory, lower context_tokens or max_batch_rows, or give such a node the role experts alone"
         )
@@ -377,10 +372,10 @@ class _Desk:
         for shelf in shelves:
             needed = sum(shelf.size_of(expert) for expert in shelf.pinned)
             if needed > shelf.room_bytes:
+                wanted, room = in_one_unit(needed, shelf.room_bytes)
                 raise PlacementError(
-                    f"{len(shelf.pinned)} experts pinned to {shelf.node} need {needed} bytes and it has room for "
-                    f"{shelf.room_bytes} beside process, trunk, KV of one context and workspace: raise its memory, or "
-                    "pin fewer",
+                    f"{len(shelf.pinned)} experts pinned to {shelf.node} need {wanted} and it has room for {room} beside "
+                    "process, trunk, KV of one context and workspace: raise its memory, or pin fewer",
                     node=shelf.node,
                     needed_bytes=needed,
                     available_bytes=shelf.room_bytes,
@@ -464,6 +459,14 @@ def _grown_bytes(previous: Placement, shelves: Sequence[Shelf]) -> dict[str, int
     }
 
 
+def _too_small(node: Node, parts: Mapping[str, int]) -> str:
+    """What a node needs before any expert, by parts."""
+    named = {part: size for part, size in parts.items() if size}
+    needed, has, *each = in_one_unit(sum(parts.values()), node.memory_bytes, *named.values())
+    told = ", ".join(f"{part} {size}" for part, size in zip(named, each, strict=True))
+    return f"node {node.name} needs {needed} before any expert and has {has} ({told})"
+
+
 def _no_room(shelves: Sequence[Shelf], left_over: Sequence[ExpertId]) -> PlacementError:
     """Why the first copies do not fit, in whole experts: free bytes too few for one expert do not count as available."""
     if not shelves:
@@ -474,12 +477,15 @@ def _no_room(shelves: Sequence[Shelf], left_over: Sequence[ExpertId]) -> Placeme
     needed = available + sum(min(shelf.size_of(expert) for shelf in shelves) for expert in left_over)
     num_placed = sum(len(shelf.experts) for shelf in shelves)
     roomiest = max(shelves, key=lambda shelf: (shelf.free_bytes, shelf.node))
+    one = roomiest.size_of(left_over[0])
+    wanted, room, short, each, left = in_one_unit(
+        needed, available, needed - available, one, roomiest.free_bytes
+    )
     return PlacementError(
-        f"the model's {num_placed + len(left_over)} experts need {needed} bytes on the nodes with the role experts, "
-        f"which have room for {num_placed} of them, {available} bytes, beside process, trunk, KV of one context "
-        f"and workspace: {needed - available} bytes short (an expert takes {roomiest.size_of(left_over[0])}, the "
-        f"most left on one node is {roomiest.free_bytes}, on {roomiest.node}); add memory or nodes, or lower "
-        "context_tokens or max_batch_rows",
+        f"the model's {num_placed + len(left_over)} experts need {wanted} on the nodes with the role experts, "
+        f"which have room for {num_placed} of them, {room}, beside process, trunk, KV of one context "
+        f"and workspace: {short} short (an expert takes {each}, the most left on one node is {left}, on "
+        f"{roomiest.node}); add memory or nodes, or lower context_tokens or max_batch_rows",
         needed_bytes=needed,
         available_bytes=available,
     )

@@ -14,6 +14,7 @@ from topology.costs import ModelFootprint
 from topology.errors import MigrationError
 from topology.ids import ExpertId
 from topology.node_plan import NodePlan, Placement
+from topology.units import format_bytes_rounded, in_one_unit
 
 Held = dict[str, set[ExpertId]]
 
@@ -261,10 +262,11 @@ class _Move:
         ]
         size, name, expert = min(waiting) if waiting else (0, self.nodes[0], ExpertId(0, 0))
         roomiest = max(self.nodes, key=lambda other: (free[other], other))
+        needed, has, most = in_one_unit(size, free[name], free[roomiest])
         return MigrationError(
             f"{sum(map(len, goal.values()))} copies of experts fit before and after, but cannot be exchanged: {expert} "
-            f"needs {size} bytes on {name}, which has {free[name]} free, and the most free on any node is "
-            f"{free[roomiest]}, on {roomiest}; free {size} bytes on one node, or lower memory_ratio for the move",
+            f"needs {needed} on {name}, which has {has} free, and the most free on any node is {most}, on {roomiest}; "
+            f"free {needed} on one node, or lower memory_ratio for the move",
             node=name,
             needed_bytes=size,
             available_bytes=free[roomiest],
@@ -279,9 +281,10 @@ class _Move:
         if over is None:
             return goal
         needed, have = self._beside(over) + self.bytes_of(over, goal[over]), self.limit(over)
+        wanted, has = in_one_unit(needed, have)
         raise MigrationError(
-            f"{over} needs {needed} bytes to hold its new layers and KV beside the old ones and the experts that nobody "
-            f"else has room for, and has {have}; lower kv_tokens, or make the change in two steps",
+            f"{over} needs {wanted} to hold its new layers and KV beside the old ones and the experts that nobody "
+            f"else has room for, and has {has}; lower kv_tokens, or make the change in two steps",
             node=over,
             needed_bytes=needed,
             available_bytes=have,
@@ -360,8 +363,8 @@ class _Move:
             name = min(name for name in self.reformatted if lost[0] in self.held[name])
             needed = self.bytes_of(name, lost, self.new_plans)
             raise MigrationError(
-                f"{name} cannot hold {len(lost)} of its experts in two formats at once: {needed} bytes more are needed "
-                "there or on another node; make the change in two steps",
+                f"{name} cannot hold {len(lost)} of its experts in two formats at once: {format_bytes_rounded(needed)} more are "
+                "needed there or on another node; make the change in two steps",
                 node=name,
                 needed_bytes=needed,
                 available_bytes=0,

@@ -199,15 +199,11 @@ def _check_nodes(page: Page, cluster: Values, nodes: list[Values]) -> None:
         device = node.get("device", Node.device)
         reserve = shared + (0 if device == "cpu" else GPU_RESERVE_BYTES)
         if node.get("memory_bytes", reserve + 1) <= reserve:
+            memory, kept, of_gpu = units.in_one_unit(node["memory_bytes"], reserve, GPU_RESERVE_BYTES)
+            beside = "" if device == "cpu" else f", and {of_gpu} that a GPU takes"
             page.fault(
                 ("node", index, "memory"),
-                f"{units.format_bytes(node['memory_bytes'])} leave nothing for the model: the process has "
-                f"{units.format_bytes(reserve)} reserved ([cluster] process_reserve"
-                + (
-                    ")"
-                    if device == "cpu"
-                    else f", and {units.format_bytes(GPU_RESERVE_BYTES)} that a GPU takes)"
-                ),
+                f"{memory} leave nothing for the model: the process has {kept} reserved ([cluster] process_reserve{beside})",
             )
 
     readable = [node.get("roles", frozenset(ROLES)) for node in nodes]

@@ -73,6 +73,24 @@ def format_bytes_rounded(num_bytes: int) -> str:
     return f"{sign}{size} B" if unit == "B" else f"{sign}{size / BINARY_BYTES[unit]:.1f} {unit}"
 
 
+def in_one_unit(*sizes: int) -> list[str]:
+    """The sizes of one sentence, to be compared: 100 MiB and 104333312 -> `100.0 MiB`, `99.5 MiB`.
+
+    In the largest unit that the largest fills and that leaves something of the smallest, with as many decimals as tell
+    different sizes apart; in whole bytes where three do not.
+    """
+    given = [abs(size) for size in sizes if size] or [0]
+    fitting = [
+        unit for unit, scale in BINARY_BYTES.items() if max(given) >= scale > 1 and min(given) >= 0.05 * scale
+    ]
+    unit = max(fitting, key=BINARY_BYTES.__getitem__, default="B")
+    for decimals in (1, 2, 3) if unit != "B" else ():
+        told = [f"{size / BINARY_BYTES[unit]:.{decimals}f} {unit}" for size in sizes]
+        if len(set(told)) == len(set(sizes)):
+            return told
+    return [f"{size} B" for size in sizes]
+
+
 def format_rate(bits_per_second: float) -> str:
     """Bits per second to `100 Mbit/s`."""
     return _format(bits_per_second, BITS_PER_SECOND)

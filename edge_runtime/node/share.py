@@ -58,6 +58,7 @@ from topology.grouping import Groups
 from topology.ids import ExpertId
 from topology.speeds import LinkSpeed, NodeSpeed
 from topology.step_time import WIRE_ITEM_BYTES
+from topology.units import in_one_unit
 
 Progress = Callable[[int, int, str], None]
 Fetch = Callable[[Sequence[Part], Progress], None]
@@ -611,9 +612,10 @@ def _refuse_if_too_large(planned_bytes: int, node: str) -> None:
     needed = max(0, planned_bytes - resident_bytes())
     available, where = available_bytes()
     if needed > available:
+        wanted, there = in_one_unit(needed, available)
         raise Refusal(
             "memory",
-            f"{node} needs {needed} bytes more for its share and {available} are available {where}; "
+            f"{node} needs {wanted} more for its share and {there} are available {where}; "
             "stop other programs, or give it less memory in the topology file",
         )
 

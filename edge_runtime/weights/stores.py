@@ -23,6 +23,7 @@ from edge_runtime.model.architectures.table import Part
 from edge_runtime.model.checkpoint import Checkpoint
 from edge_runtime.protocol import FileEntry, Manifest
 from edge_runtime.weights.manifest import Chunk, chunks_of, digest_of, file_entry, is_digest
+from topology.units import in_one_unit
 
 log = logging.getLogger(__name__)
 
@@ -183,8 +184,9 @@ class CacheFolder:
     def _refuse_if_full(self, num_bytes: int, *, is_full: bool) -> None:
         available = free_bytes(self.folder)
         if is_full or num_bytes > available:
+            wanted, there = in_one_unit(num_bytes, available)
             raise ConfigError(
-                f"{num_bytes} bytes of weights are needed and {available} are available in {self.folder}; make room "
+                f"{wanted} of weights are needed and {there} are available in {self.folder}; make room "
                 f"there, or name another folder with {CACHE_VARIABLE}"
             )
 

@@ -123,7 +123,7 @@ def test_a_file_with_faults_or_without_room_is_refused_and_changes_nothing(three
         without("attic")(without("laptop")(three.topology.read_text())).replace("406 MiB", "368 MiB")
     )
     done = apply(three, bad)
-    assert done.exit_code == 2 and "bytes" in done.stderr
+    assert done.exit_code == 2 and "MiB" in done.stderr
     bad.write_text(three.topology.read_text().replace('name = "three-nodes"', 'name = "another"'))
     done = apply(three, bad)
     assert done.exit_code == 2 and "another" in done.stderr and "three-nodes" in done.stderr

@@ -170,7 +170,7 @@ rtt = "5 ms"
             'with its unit in quotes, as in "8 GiB"',
         ),
         ('memory = "8 GiB"', 'memory = "0 GiB"', 8, "[[node]] desk: memory", "not more than 0"),
-        ('memory = "8 GiB"', 'memory = "350 MiB"', 8, "[[node]] desk: memory", "350 MiB reserved"),
+        ('memory = "8 GiB"', 'memory = "350 MiB"', 8, "[[node]] desk: memory", "350.0 MiB reserved"),
         ('memory = "8 GiB"', "", 5, "[[node]] desk: memory", "missing"),
         (
             'address = "127.0.0.1:6001"',

@@ -85,6 +85,16 @@ def test_the_rounded_form_is_for_reading() -> None:
     assert units.format_bytes_rounded(0) == "0 B"
 
 
+def test_sizes_of_one_sentence_have_one_unit_in_which_they_differ() -> None:
+    MIB = 2**20
+    assert units.in_one_unit(100 * MIB, 104_333_312, 0) == ["100.0 MiB", "99.5 MiB", "0.0 MiB"]
+    assert units.in_one_unit(8192 * MIB, 350 * MIB) == ["8.0 GiB", "0.3 GiB"]
+    assert units.in_one_unit(8192 * MIB, 8191 * MIB) == ["8.000 GiB", "7.999 GiB"]
+    assert units.in_one_unit(8192 * MIB, 8192 * MIB - 1) == ["8589934592 B", "8589934591 B"]
+    assert units.in_one_unit(24_000, 8_000, 1_000, 999)[2:] == ["0.977 KiB", "0.976 KiB"]
+    assert units.in_one_unit(0, 0) == ["0 B", "0 B"]
+
+
 def test_the_largest_unit_that_fits_is_written() -> None:
     assert units.format_rate(100e6) == "100 Mbit/s"
     assert units.format_byte_rate(8e9) == "8 GB/s"
