@@ -1,6 +1,6 @@
 """What another topology file would change, as the message that says so. Pure; knows no socket and begins nothing."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from topology.placement import NodePlan, Placement
 from topology.speeds import NOTHING_MEASURED, Measured
 from topology.traits import ExpertTraits
 from topology.units import format_bytes_rounded
+
+FAR_SLOWER = 2.0  # times a step's time, from which on a change gets a warning: predictions lie within 25 %
 
 
 def preview_of(
@@ -59,6 +61,7 @@ def preview_of(
             if entry["requests"] > 1
         )
         text += f"; with {told}" if told else ""
+    body["warning"] = slower_warning(before_s, after_s) if diff.changes_anything else None
     if traits is not None:
         before, after = coverage_of(held, traits), coverage_of(plan.placement, traits)
         body |= {"coverage_before": asdict(before), "coverage_after": asdict(after)}
@@ -67,7 +70,26 @@ def preview_of(
                 f"\nserved where requests live: {before.exact:.1%} exactly now and {after.exact:.1%} then, with "
                 f"stand-ins {before.covered:.1%} and {after.covered:.1%}, as predicted"
             )
+    if body["warning"]:
+        text += f"\n{body['warning']}"
     return Planned(text, body)
+
+
+def slower_warning(before_s: Mapping[int, float], after_s: Mapping[int, float]) -> str | None:
+    """What to say of a change that makes tokens far slower, at the number of requests at once that it hurts most; None if
+    none becomes more than `FAR_SLOWER` times as slow.
+
+    before_s, after_s  requests at once -> predicted seconds between two tokens
+    """
+    times = {count: after_s[count] / before_s[count] for count in before_s if count in after_s}
+    worst = max(times, key=times.__getitem__, default=None)
+    if worst is None or times[worst] <= FAR_SLOWER:
+        return None
+    at_once = "1 request" if worst == 1 else f"{worst} requests"
+    return (
+        f"warning: tokens come {times[worst]:.3g} times as slowly after this change: {_ms(before_s[worst])} now and "
+        f"{_ms(after_s[worst])} then with {at_once} at once, as predicted"
+    )
 
 
 def _ms(seconds: float | None) -> str:
