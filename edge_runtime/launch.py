@@ -207,28 +207,20 @@ def _start(
     return process
 
 
-@contextlib.contextmanager
-def recorded(topology_path: Path, name: str) -> Iterator[None]:
-    """Leave a record of this very process while it runs, so that `down` finds a daemon started by hand as well.
+def leave_record(topology_path: Path, name: str) -> None:
+    """Record this very process, so that `down` finds a daemon started by hand as well.
 
-    Comes after the daemon has its port: a second one of that name never gets so far. Without a folder to write to, the
-    daemon runs unrecorded.
+    Comes after the daemon has its port: a second one of that name never gets so far. The record outlives the process: one
+    that has ended its work takes seconds more to give its memory back, and `down` has to wait for it. Whoever reads
+    records asks whether that process still runs. Without a folder to write to, the daemon runs unrecorded.
     """
     directory = state_dir(topology_path)
-    own = record_process(name, os.getpid())
     try:
-        write_record(directory, own)
+        write_record(directory, record_process(name, os.getpid()))
     except OSError as error:
         log.warning(
             "not recorded in %s (%s): `edge-runtime down` will not find this process", directory, error
         )
-    try:
-        yield
-    finally:
-        found = next((record for record in read_records(directory) if record.name == name), None)
-        if found is not None and found.pid == own.pid:
-            with contextlib.suppress(OSError):
-                remove_record(directory, name)
 
 
 def wait_ready(

@@ -147,7 +147,7 @@ def _run_node(name: str, path: Path, shape: bool, compiles: bool) -> None:
     setup_logging(name)
     keys = keys_of(cluster, name)
     shape_links(shape, cluster, name)
-    from edge_runtime.launch import recorded
+    from edge_runtime.launch import leave_record
     from edge_runtime.node.daemon import NodeDaemon
     from edge_runtime.weights.locate import located, model_for_node
     from kernels import backends, replay
@@ -167,8 +167,8 @@ def _run_node(name: str, path: Path, shape: bool, compiles: bool) -> None:
     checkpoint, cache = model_for_node(cluster, mine, keys, clock)
     daemon = NodeDaemon(located(cluster, checkpoint), mine, checkpoint, keys, clock, cache)
     _stop_on_signal(daemon)
-    with recorded(path, name):
-        daemon.run()
+    leave_record(path, name)
+    daemon.run()
 
 
 def _drain(name: str, path: Path) -> None:
@@ -206,7 +206,7 @@ def coordinator(topology: Path | None, shape: bool) -> None:
         snapshot_of,
     )
     from edge_runtime.coordinator.traffic_book import TrafficBook
-    from edge_runtime.launch import COORDINATOR, END_CLUSTER, recorded
+    from edge_runtime.launch import COORDINATOR, END_CLUSTER, leave_record
     from edge_runtime.weights.locate import located, open_model
     from edge_runtime.weights.stores import FullFolder
 
@@ -250,9 +250,9 @@ def coordinator(topology: Path | None, shape: bool) -> None:
     )
     _stop_on_signal(daemon)
     signal.signal(END_CLUSTER, lambda *_: daemon.end())
-    with recorded(path, COORDINATOR):
-        remember(path)
-        daemon.run()
+    leave_record(path, COORDINATOR)
+    remember(path)
+    daemon.run()
 
 
 def _hash_of(path: Path) -> str:

@@ -16,7 +16,6 @@ from edge_runtime.errors import ConfigError, PeerLost, UserError
 from edge_runtime.launch import (
     LocalCluster,
     last_log_line,
-    recorded,
     start_local,
     start_nodes,
     stop_local,
@@ -122,14 +121,19 @@ def test_a_state_folder_that_cannot_be_made_is_named(topology: Path, monkeypatch
         start_local(read_cluster(topology), topology)
 
 
-def test_a_daemon_is_recorded_while_it_runs_and_removes_no_others_record(
-    topology: Path, polite: subprocess.Popen[str]
-) -> None:
-    folder = state_dir(topology)
-    with recorded(topology, "attic"):
-        assert [record.name for record in read_records(folder)] == ["attic", "desk"]
-        write_record(folder, record_process("attic", polite.pid))  # another took over
-    assert [record.pid for record in read_records(folder)] == [polite.pid, polite.pid]
+def test_a_daemon_that_ends_by_itself_is_waited_for_until_its_process_is_gone(topology: Path) -> None:
+    """Nodes that had given up were seconds from their end, and `down` said that nothing runs."""
+    script = (
+        "import sys, time; from pathlib import Path; from edge_runtime.launch import leave_record\n"
+        "leave_record(Path(sys.argv[1]), 'attic'); print('left', flush=True); time.sleep(0.3)"
+    )
+    command = [sys.executable, "-c", script, str(topology)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "left\n"
+        assert [record.pid for record in read_records(state_dir(topology))] == [process.pid]
+        assert stop_local(topology, SystemClock()) == ["attic"]
+        assert process.poll() is not None or process.wait(1) is not None
+    assert stop_local(topology, SystemClock()) == [] and not read_records(state_dir(topology))
 
 
 class SlowToStart:
