@@ -21,14 +21,17 @@ from edge_runtime.commands.shared import (
 )
 from edge_runtime.config import TOPOLOGY_VARIABLE, resolve_topology_path, state_dir
 from edge_runtime.errors import ClusterError, DeadlinePassed, Refusal
-from topology.cluster import is_loopback
+from topology.cluster import Cluster, is_loopback
 from topology.errors import TopologyError
 from topology.files import read_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from edge_runtime.coordinator.learned_routes import Learned
+    from edge_runtime.model.checkpoint import Checkpoint
     from edge_runtime.protocol import Planned
+    from topology.costs import ModelFootprint
 
 
 @click.command(
@@ -59,18 +62,13 @@ def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bo
         planned = _plan_between(old, file) if old is not None else _plan_running(file, topology)
         click.echo(json.dumps(planned.body) if as_json else planned.text)
         return
-    from edge_runtime.coordinator.learned_routes import find_learned, sizes_of
     from edge_runtime.coordinator.routes import homes_of
-    from edge_runtime.node.share import sub_experts_by
     from edge_runtime.tables import plan_body, plan_table
-    from edge_runtime.weights.locate import check_model, located
+    from edge_runtime.weights.locate import check_model
     from topology.placement import plan_placement
 
     cluster = read_cluster(resolve_topology_path(topology))
-    checkpoint = check_model(cluster, say)
-    parts = sizes_of(located(cluster, checkpoint), checkpoint)
-    traits, routes = find_learned(located(cluster, checkpoint), parts, checkpoint.model_hash)
-    sub_experts_by(located(cluster, checkpoint), checkpoint)  # what a node would refuse is refused here
+    parts, (traits, routes) = _known_of(cluster, check_model(cluster, say))
     traits, traffic = routes.joint(homes_of(cluster), traits)
     cores = {node.name: float(os.cpu_count() or 1) for node in cluster.nodes if is_loopback(node.address)}
     placement = plan_placement(cluster, parts, cores=cores, traits=traits, traffic=traffic)
@@ -78,21 +76,30 @@ def plan(file: Path | None, topology: Path | None, old: Path | None, as_json: bo
     click.echo(json.dumps(body) if as_json else plan_table(body))
 
 
+def _known_of(cluster: Cluster, checkpoint: "Checkpoint") -> "tuple[ModelFootprint, Learned]":
+    """What a cluster's model takes, and what calibration found of it; what a node would refuse of that is refused here."""
+    from edge_runtime.coordinator.learned_routes import find_learned, sizes_of
+    from edge_runtime.node.share import sub_experts_by
+    from edge_runtime.weights.locate import located
+
+    found = located(cluster, checkpoint)
+    sizes = sizes_of(found, checkpoint)
+    learned = find_learned(found, sizes, checkpoint.model_hash)
+    sub_experts_by(found, checkpoint)
+    return sizes, learned
+
+
 def _plan_between(old: Path, file: Path) -> "Planned":
     """What one file would change of another, if that one ran as it is."""
     from edge_runtime.coordinator.deploy import Plan, plan_for
-    from edge_runtime.coordinator.learned_routes import find_learned, sizes_of
     from edge_runtime.coordinator.preview import preview_of
-    from edge_runtime.node.share import sub_experts_by
-    from edge_runtime.weights.locate import check_model, located
+    from edge_runtime.weights.locate import check_model
 
     before, after = read_cluster(old), read_cluster(file)
     checkpoint = check_model(after, say)
-    parts = sizes_of(located(after, checkpoint), checkpoint)
-    traits, routes = find_learned(located(before, checkpoint), parts, checkpoint.model_hash)
+    parts, (traits, routes) = _known_of(before, checkpoint)
     placement = plan_for(before, parts, before.node_names, traits=traits, joint=routes.joint)
-    traits, routes = find_learned(located(after, checkpoint), parts, checkpoint.model_hash)
-    sub_experts_by(located(after, checkpoint), checkpoint)
+    parts, (traits, routes) = _known_of(after, checkpoint)
     placed = plan_for(
         after, parts, after.node_names, placement, placement.epoch + 1, traits, joint=routes.joint
     )
