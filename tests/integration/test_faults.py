@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 import pytest
 
 from tests.support.clusters import CLOCK, LocalCluster, read_json_lines, wait_for, write_topology
+from tests.support.gateways import RunningGateway
 from tests.support.processes import CliProcess, wait_until_gone
 
 LENDERS = Path(__file__).parent / "scenarios" / "lenders.toml"
@@ -247,9 +249,16 @@ def unreplicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClus
         yield cluster
 
 
+@pytest.fixture
+def gateway(unreplicated: LocalCluster) -> Iterator[RunningGateway]:
+    running = RunningGateway(unreplicated)
+    yield running
+    running.close()
+
+
 @pytest.mark.timeout(240)
 def test_experts_without_replicas_that_are_lost_end_only_what_needs_them_until_their_node_is_back(
-    unreplicated: LocalCluster,
+    unreplicated: LocalCluster, gateway: RunningGateway
 ) -> None:
     affected, others = ["und ", "of ", "and ", "10"], ["print(", "import numpy", "from ", "A"]
     whole = answers_by_prompt(unreplicated, [*affected, *others])
@@ -257,7 +266,13 @@ def test_experts_without_replicas_that_are_lost_end_only_what_needs_them_until_t
     assert not any("vault" in whole[prompt]["nodes"] for prompt in others)
 
     streams = start_streams(unreplicated, [*affected, *others])
+    events = iter(gateway.client.completions.create(**asked(affected[0]), stream=True))
+    came = [next(events).choices[0].text]
     unreplicated.kill("vault")
+    with pytest.raises(openai.APIError) as cut:  # half a stream says why it ends
+        came += [chunk.choices[0].text for chunk in events]
+    assert_names_the_loss(cut.value.message)
+    assert whole[affected[0]]["text"].startswith("".join(came)) and len(came) < NUM_TOKENS
     finished = streams.finish(deadline_s=40.0)  # it might be back in a moment, and is waited for
     assert finished.exit_code == 3
     assert "vault" in finished.stderr.splitlines()[-1]
@@ -274,10 +289,16 @@ def test_experts_without_replicas_that_are_lost_end_only_what_needs_them_until_t
     alone = unreplicated.submit(affected[0], *flags())
     assert alone.exit_code == 3 and len(alone.stderr.splitlines()) == 1
     assert_names_the_loss(alone.stderr)
+    with pytest.raises(openai.InternalServerError) as refused:  # and not a 200 with half a text
+        gateway.client.completions.create(**asked(affected[0]))
+    assert refused.value.status_code == 503
+    assert_names_the_loss(refused.value.message)
     assert unreplicated.answer(others[0], *flags())["text"] == whole[others[0]]["text"]
 
     unreplicated.start_node("vault")
     unreplicated.wait_until_ready()
+    back = gateway.client.completions.create(**asked(affected[0]))
+    assert back.choices[0].text == whole[affected[0]]["text"]
     again = answers_by_prompt(unreplicated, affected)
     assert [again[prompt]["text"] for prompt in affected] == [whole[prompt]["text"] for prompt in affected]
 
@@ -301,6 +322,12 @@ def test_experts_without_replicas_that_are_lost_are_loaded_where_there_is_room_a
         cluster.wait_until_ready()
         wait_for(lambda: cluster.node("vault")["experts"] == 1, "vault has its part again")
         assert undisturbed(cluster, prompts) == texts
+
+
+def asked(prompt: str) -> dict[str, Any]:
+    """The same of a program."""
+    options = {"model": "edge-moe-demo", "max_tokens": NUM_TOKENS, "temperature": 0}
+    return {"prompt": prompt, "extra_body": {"ignore_eos": True}, **options}
 
 
 def flags() -> tuple[str, ...]:

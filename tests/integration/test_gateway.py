@@ -1,6 +1,5 @@
 """The OpenAI API in front of a running cluster, asked by OpenAI's own client."""
 
-import http.client
 import json
 import socket
 import threading
@@ -10,51 +9,11 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.clusters import LocalCluster, free_ports_to_listen, wait_for, write_topology
-from tests.support.processes import CliProcess
+from tests.support.clusters import LocalCluster, wait_for, write_topology
+from tests.support.gateways import RunningGateway
 
 PROMPT = "The harbour master wrote in his book"
 MODEL = "edge-moe-demo"
-
-
-class RunningGateway:
-    """A gateway process before a cluster, and OpenAI's client for it."""
-
-    def __init__(self, cluster: LocalCluster, *flags: str, api_key: str = "none") -> None:
-        [self.port] = free_ports_to_listen(1)
-        self.process: CliProcess = cluster.start_command(
-            "gateway", "--listen", f"127.0.0.1:{self.port}", *flags
-        )
-        try:
-            self.process.wait_for_line("serving edge-moe-demo at")
-        except BaseException:
-            self.process.stop()
-            raise
-        self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1", api_key=api_key, max_retries=0, timeout=60.0
-        )
-
-    def post(self, path: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            connection.request("POST", path, body, headers or {})
-            reply = connection.getresponse()
-            return reply.status, json.loads(reply.read())
-        finally:
-            connection.close()
-
-    def get(self, path: str) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            connection.request("GET", path)
-            reply = connection.getresponse()
-            return reply.status, json.loads(reply.read())
-        finally:
-            connection.close()
-
-    def close(self) -> None:
-        self.client.close()
-        self.process.stop()
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.clusters import LocalCluster, wait_for, write_topology
+from tests.support.streams import Streams, greedy_prompts
 
 LANES = Path(__file__).parent / "scenarios" / "lanes.toml"
 CHEAP = {"prompt": "def main():", "k": 1}
@@ -61,6 +62,23 @@ def test_a_full_lane_crosses_the_border_where_the_other_has_room(cluster: LocalC
     crossed = lanes(cluster)["crossings"]["low"] - before
     assert found.count(low) >= 2, "it takes as many as it runs at once"
     assert crossed == 4 - found.count(low) >= 1
+
+
+def test_five_hundred_prompts_queue_for_homes_that_run_two_at_once_and_none_is_lost(
+    cluster: LocalCluster,
+) -> None:
+    cluster.wait_until_idle()
+    before = cluster.status()["requests"]
+    texts = [f"Letter {number}:" for number in range(10)]
+    streams = Streams(cluster, greedy_prompts(texts * 50, 2))
+    wait_for(lambda: cluster.status()["requests"]["in_flight"] > 100, "far more wait than run")
+    answers = streams.finish()
+    found = {
+        text: {tuple(answer.token_ids) for answer in answers[place::10]} for place, text in enumerate(texts)
+    }
+    assert len(answers) == 500 and all(len(ids) == 1 for ids in found.values())
+    assert all(len(token_ids) == 2 for ids in found.values() for token_ids in ids)
+    assert cluster.status()["requests"]["failed"] == before["failed"]
 
 
 def test_a_lost_homes_lane_is_filled_from_the_other_and_its_requests_go_on(cluster: LocalCluster) -> None:
