@@ -71,7 +71,12 @@ def calibrate() -> None:
     type=click.Path(path_type=Path),
     help="Folder of DOMAIN/*.jsonl[.gz] or DOMAIN/*.txt; `edge-runtime testbed corpus` makes one.",
 )
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Default: MODEL/calibration.",
+)
 @click.option(
     "--requests", default=1000, show_default=True, type=click.IntRange(16), help="Requests to read."
 )
@@ -179,7 +184,12 @@ def show(artifact: Path, plot: Path | None, as_json: bool) -> None:
 )
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--corpus", required=True, type=click.Path(path_type=Path), help="As of `calibrate`.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Default: MODEL/calibration.",
+)
 @click.option("--parts", default=4, show_default=True, help="Sub-experts of an expert.")
 @click.option("--dropped", default=0, help="Sub-experts that the objective drops; 0: half of them.")
 @click.option(
@@ -246,7 +256,12 @@ def prism(
 )
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--corpus", required=True, type=click.Path(path_type=Path), help="As of `calibrate`.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Default: MODEL/calibration.",
+)
 @click.option("--steps", default=200, show_default=True, type=click.IntRange(1), help="Optimiser steps.")
 @click.option("--batch", default=4, show_default=True, type=click.IntRange(1), help="Windows of a step.")
 @click.option("--window", default=256, show_default=True, type=click.IntRange(8), help="Tokens of a window.")
@@ -296,7 +311,12 @@ def gate(
 )
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--corpus", required=True, type=click.Path(path_type=Path), help="As of `calibrate`.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Default: MODEL/calibration.",
+)
 @click.option("--windows", default=32, show_default=True, type=click.IntRange(1), help="Windows of text.")
 @click.option("--window", default=256, show_default=True, type=click.IntRange(8), help="Tokens of a window.")
 @click.option("--seed", default=1, show_default=True)

@@ -21,7 +21,15 @@ from kernels.settings import SettingError
 from topology.errors import TopologyError
 
 COMMANDS_GROUP = "edge_runtime.commands"
-NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)  # what a person can mend
+MENDED_BY_PEOPLE = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EEXIST,
+)  # what a person can mend
 
 
 class _Commands(click.Group):
@@ -109,7 +117,7 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE  # the reader went away
     except OSError as error:
-        if error.errno in NO_RIGHT and error.filename is not None:
+        if error.errno in MENDED_BY_PEOPLE and error.filename is not None:
             say(f"error: {error.filename} cannot be used: {error.strerror}")
             sys.exit(EXIT_USER)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):

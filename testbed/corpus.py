@@ -9,6 +9,7 @@ import ast
 import gzip
 import hashlib
 import json
+import os
 import struct
 import sys
 import sysconfig
@@ -82,6 +83,9 @@ def build_corpus(
     for root in roots:
         if not root.is_dir():
             raise CorpusError(f"folder {root} does not exist, so no text can be taken from it")
+    above = next(each for each in out.absolute().parents if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):  # gathering takes minutes, so look first
+        raise CorpusError(f"{out} cannot be made in {above}; name another folder for the corpus")
     sources = find_sources(roots)
     built, small = [], {}
     found = {domain: list(each) for domain, each in sorted(sources.items())}

@@ -21,7 +21,9 @@ STREAM_BYTES = 1 << 28  # more than caches hold
     "--corpus", type=click.Path(path_type=Path), default=None, help="For perplexity; without it, only times."
 )
 @click.option("--artifact", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for CSV and plots.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=None, help="Folder for CSV and plots."
+)
 @click.option("--windows", default=24, show_default=True, help="Windows of 512 tokens of validation text.")
 @click.option("--prompts", default=32, show_default=True, help="Prompts of the mixed run.")
 @click.option("--low", default=6, show_default=True, help="Tier of half of them.")
@@ -123,7 +125,7 @@ def elastic(
 )
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--artifact", type=click.Path(path_type=Path), default=None, help="Default: MODEL/calibration.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for CSV.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=None, help="Folder for CSV.")
 @click.option("--sizes", default="1,8", show_default=True, help="Requests at once, several with commas.")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Of everything timed.")
 @click.option(

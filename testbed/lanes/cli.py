@@ -51,7 +51,9 @@ from edge_runtime.commands.shared import Finite
     show_default=True,
     help="Seconds of unequal load until the border moves.",
 )
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for CSV and plot.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=None, help="Folder for CSV and plot."
+)
 def lanes(
     geometries: tuple[str, ...],
     machine: str,

@@ -118,7 +118,12 @@ def routing(
 @click.option(
     "--corpus", type=click.Path(path_type=Path), required=True, help="Labelled text: DOMAIN/*.jsonl."
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Runs are kept here, one a line.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="Runs are kept here, one a line.",
+)
 @click.option("--homes", default=6, show_default=True, type=click.IntRange(2, 64), help="Decode nodes.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Prefill nodes.")
 @click.option("--workload", "workloads", multiple=True, help="`task`, `language`, `drift`; default: task.")

@@ -82,7 +82,12 @@ AT_ONCE = 6  # policies that share an exact run; what is kept is kept after each
 )
 @click.option("--timing", is_flag=True, help="Also measure how long a decision takes, in processor time.")
 @click.option("--threads", default=None, type=click.IntRange(1), help="Default: all cores.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for CSV and pictures.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Folder for CSV and pictures.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for scripts.")
 def stand_ins(
     folder: Path | None,

@@ -156,6 +156,21 @@ def test_a_missing_prompt_file_is_named(run: Run) -> None:
     assert_one_sentence(run("submit", "--file", "nowhere.jsonl"), 2, "nowhere.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("command", "out", "said"),
+    [
+        (("calibrate", "m", "--corpus", "c"), "file", "'--out': Directory 'file' is a file"),
+        (("testbed", "lanes"), "file", "'--out': Directory 'file' is a file"),
+        (("testbed", "routing-daemons", "--corpus", "c"), ".", "'--out': File '.' is a directory"),
+    ],
+)
+def test_a_place_for_results_that_cannot_hold_them_is_refused_before_anything_is_measured(
+    run: Run, tmp_path: Path, command: tuple[str, ...], out: str, said: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert_one_sentence(run(*command, "--out", out), 2, said)
+
+
 def test_what_is_wrong_with_files_is_told_before_a_cluster_is_looked_for(run: Run, tmp_path: Path) -> None:
     topology = write_topology(tmp_path, "one_node")  # nobody serves it
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')

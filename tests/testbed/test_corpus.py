@@ -153,6 +153,8 @@ def test_little_text_a_full_folder_or_no_folder_is_refused(root: Path, tmp_path:
     ):
         build_corpus(tmp_path / "out", [tmp_path / "poor"])
     assert not (tmp_path / "out").exists()
+    with pytest.raises(CorpusError, match="out cannot be made in .*a.py; name another folder"):
+        build_corpus(tmp_path / "poor" / "a.py" / "out", [root])
     with pytest.raises(CorpusError, match="not empty"):
         build_corpus(root, [root])
     with pytest.raises(CorpusError, match="gone does not exist"):
