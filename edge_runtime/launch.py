@@ -8,8 +8,6 @@ import fcntl
 import logging
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +32,7 @@ from edge_runtime.config import (
 )
 from edge_runtime.errors import EXIT_USER, ClusterError, ConfigError, PeerError, Refusal, UserError
 from edge_runtime.log import Reminder
+from edge_runtime.spawner import Spawned, Spawner
 from kernels.settings import is_on
 from topology.cluster import Cluster
 
@@ -57,7 +56,7 @@ class LocalCluster:
     """The processes that one `up` started."""
 
     directory: Path
-    processes: dict[str, subprocess.Popen[bytes]]
+    processes: dict[str, Spawned]
 
     def exited(self) -> tuple[str, int, str] | None:
         """First process that ended: its name, exit code and the last line of its log. None while all run."""
@@ -73,10 +72,17 @@ class LocalCluster:
         return _ended_line(self, *ended) if ended is not None else None
 
 
-def start_local(cluster: Cluster, topology_path: Path, *, limited: Say | None = None) -> LocalCluster:
+def start_local(
+    cluster: Cluster,
+    topology_path: Path,
+    *,
+    limited: Say | None = None,
+    report: Say = lambda line: None,
+) -> LocalCluster:
     """Start the coordinator and every node of the file, each a process with its own log and record.
 
     limited  hold each node to the file's `memory` and `cpu_share`, and tell how
+    report   is told how long it waits for the first of them
 
     Raises UserError when this cluster already runs here. The processes outlive the caller.
     """
@@ -85,7 +91,7 @@ def start_local(cluster: Cluster, topology_path: Path, *, limited: Say | None = 
         directory.mkdir(parents=True, exist_ok=True)
         with _sole_starter(directory, cluster.name):
             forget_snapshot(directory)
-            return _start_all(cluster, topology_path, directory, limited)
+            return _start_all(cluster, topology_path, directory, limited, report)
     except OSError as error:
         raise ConfigError(
             f"the state folder {directory} cannot be written ({error.strerror}); "
@@ -106,17 +112,19 @@ def _sole_starter(directory: Path, cluster_name: str) -> Iterator[None]:
         yield
 
 
-def _start_all(cluster: Cluster, topology_path: Path, directory: Path, limited: Say | None) -> LocalCluster:
+def _start_all(
+    cluster: Cluster, topology_path: Path, directory: Path, limited: Say | None, report: Say
+) -> LocalCluster:
     running = [record for record in read_records(directory) if is_running(record)]
     if running:
         raise UserError(
             f"cluster {cluster.name} is already up here: {_names(running)}; stop it with `edge-runtime down` first"
         )
     local = LocalCluster(directory, {})
-    threads = {node.name: node.threads for node in cluster.nodes}
+    spawner = Spawner(report)
     try:
         for name in (COORDINATOR, *cluster.node_names):
-            local.processes[name] = _start(name, threads.get(name, 1), topology_path, directory)
+            local.processes[name] = _start(spawner, name, topology_path, directory)
         for marker, is_set in (
             (SHAPED, is_on(os.environ, SHAPE_VARIABLE)),
             (LIMITED, limited is not None),
@@ -152,11 +160,10 @@ def start_nodes(
     say            is told how they are held, where the others are held to the file's `memory` and `cpu_share`
     """
     local = LocalCluster(directory, {})
-    threads = {node.name: node.threads for node in cluster.nodes}
+    spawner = Spawner(say)
+    is_shaped = (directory / SHAPED).exists()
     for name in names:
-        local.processes[name] = _start(
-            name, threads[name], topology_path, directory, is_shaped=(directory / SHAPED).exists()
-        )
+        local.processes[name] = _start(spawner, name, topology_path, directory, is_shaped=is_shaped)
     if (directory / LIMITED).exists():
         _hold(local, cluster, say)
     return local
@@ -184,25 +191,12 @@ def await_end(
 
 
 def _start(
-    name: str, num_threads: int, topology_path: Path, directory: Path, *, is_shaped: bool = False
-) -> subprocess.Popen[bytes]:
+    spawner: Spawner, name: str, topology_path: Path, directory: Path, *, is_shaped: bool = False
+) -> Spawned:
     words = [COORDINATOR] if name == COORDINATOR else ["node", name]
-    with log_path(directory, name).open("wb") as log_file:
-        process = subprocess.Popen(
-            # -P: a folder called `topology` where `up` is run is not our package
-            [sys.executable, "-P", "-m", "edge_runtime", *words, "--topology", str(topology_path)],
-            stdin=subprocess.DEVNULL,
-            stdout=log_file,
-            stderr=subprocess.STDOUT,
-            env=dict(
-                os.environ,
-                OMP_NUM_THREADS=str(num_threads),
-                PYTHONUNBUFFERED="1",
-                **{STATE_VARIABLE: str(directory.parent)},
-                **({SHAPE_VARIABLE: "1"} if is_shaped else {}),
-            ),
-            start_new_session=True,
-        )
+    log_path(directory, name).write_bytes(b"")
+    env = {STATE_VARIABLE: str(directory.parent), **({SHAPE_VARIABLE: "1"} if is_shaped else {})}
+    process = spawner.start([*words, "--topology", str(topology_path)], log_path(directory, name), env)
     write_record(directory, record_process(name, process.pid))
     return process
 

@@ -10,7 +10,6 @@ import queue
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -27,6 +26,7 @@ from edge_runtime.clock import Clock
 from edge_runtime.config import STATE_VARIABLE, state_dir
 from edge_runtime.errors import ClusterError, EdgeError
 from edge_runtime.protocol import ShapeLink, Tokens
+from edge_runtime.spawner import Spawned
 from edge_runtime.transport.keys import load_keys
 from testbed import links
 from topology.cluster import Cluster
@@ -162,7 +162,7 @@ class Chaos:
         self._clock = clock
         self._say = say or (lambda line: print(line, file=sys.stderr))
         self._folder = TemporaryDirectory(prefix="edge-chaos-")
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Spawned] = {}
         self._keys = load_keys(Path(self.cluster.keys), "client") if self.cluster.keys else None
         self._undisturbed: dict[int, list[int]] = {}
 
@@ -254,7 +254,7 @@ class Chaos:
                 process.kill()
                 process.wait()
             case "restart":
-                process.terminate()
+                process.send_signal(signal.SIGTERM)
                 process.wait()
             case "freeze":
                 process.send_signal(signal.SIGSTOP)

@@ -79,7 +79,7 @@ def up(topology: Path | None, shape: bool, compiles: bool, limits: bool, detach:
         f"cluster {cluster.name}: {len(cluster.nodes)} nodes, model {cluster.model}, logs in {state_dir(path)}"
     )
     _interrupt_on(signal.SIGTERM, signal.SIGHUP)
-    local = launch.start_local(cluster, path, limited=say if limits else None)
+    local = launch.start_local(cluster, path, limited=say if limits else None, report=say)
     is_serving = False
     try:
         launch.wait_ready(local, lambda: open_client(cluster), clock, wait_s, say)
