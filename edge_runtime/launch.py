@@ -78,11 +78,13 @@ def start_local(
     *,
     limited: Say | None = None,
     report: Say = lambda line: None,
+    spawner: Spawner | None = None,
 ) -> LocalCluster:
     """Start the coordinator and every node of the file, each a process with its own log and record.
 
     limited  hold each node to the file's `memory` and `cpu_share`, and tell how
     report   is told how long it waits for the first of them
+    spawner  what forks them, where there is one already; they have its environment
 
     Raises UserError when this cluster already runs here. The processes outlive the caller.
     """
@@ -91,7 +93,7 @@ def start_local(
         directory.mkdir(parents=True, exist_ok=True)
         with _sole_starter(directory, cluster.name):
             forget_snapshot(directory)
-            return _start_all(cluster, topology_path, directory, limited, report)
+            return _start_all(cluster, topology_path, directory, limited, spawner or Spawner(report))
     except OSError as error:
         raise ConfigError(
             f"the state folder {directory} cannot be written ({error.strerror}); "
@@ -113,7 +115,7 @@ def _sole_starter(directory: Path, cluster_name: str) -> Iterator[None]:
 
 
 def _start_all(
-    cluster: Cluster, topology_path: Path, directory: Path, limited: Say | None, report: Say
+    cluster: Cluster, topology_path: Path, directory: Path, limited: Say | None, spawner: Spawner
 ) -> LocalCluster:
     running = [record for record in read_records(directory) if is_running(record)]
     if running:
@@ -121,7 +123,6 @@ def _start_all(
             f"cluster {cluster.name} is already up here: {_names(running)}; stop it with `edge-runtime down` first"
         )
     local = LocalCluster(directory, {})
-    spawner = Spawner(report)
     try:
         for name in (COORDINATOR, *cluster.node_names):
             local.processes[name] = _start(spawner, name, topology_path, directory)

@@ -36,7 +36,7 @@ class FilesAndClusters(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return INTEGRATION if nodeid.startswith(INTEGRATION) else nodeid.split("::", 1)[0]
+        return INTEGRATION if _has_cluster(nodeid) else nodeid.split("::", 1)[0]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -47,7 +47,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesAn
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Clusters first: they take almost half of the time, and the rest runs beside them."""
-    items.sort(key=lambda item: not item.nodeid.startswith(INTEGRATION))
+    items.sort(key=lambda item: not _has_cluster(item.nodeid))
+
+
+def _has_cluster(nodeid: str) -> bool:
+    return nodeid.startswith(INTEGRATION) and not nodeid.startswith(f"{INTEGRATION}gpu/")
 
 
 @pytest.fixture(scope="session")

@@ -79,43 +79,31 @@ def test_a_record_of_a_process_that_is_gone_keeps_nobody_from_starting(
     wait_until_gone(pids, deadline_s=1.0)
 
 
-def test_nodes_that_come_later_are_held_like_those_of_the_beginning(topology: Path) -> None:
-    cluster, folder, said = read_cluster(topology), state_dir(topology), []
-    before = replace(cluster, nodes=cluster.nodes[:1])
-    for limited in (said.append, None):
-        started = [start_local(before, topology, limited=limited)]
-        started.append(start_nodes(cluster, ["attic"], topology, folder, said.append))
-        stop_local(topology, SystemClock())
-        for local in started:
-            for process in local.processes.values():
-                process.wait(15)
-    held = [line.partition(":")[0] for line in said if not line.startswith("waiting for Python")]
-    assert held == ["desk", "attic"]
-
-
-def test_nodes_that_come_later_shape_their_links_like_those_of_the_beginning(
+def test_nodes_that_come_later_are_held_and_shaped_like_those_of_the_beginning(
     topology: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, folder, start = read_cluster(topology), state_dir(topology), Spawner.start
     before = replace(cluster, nodes=cluster.nodes[:1])
-    shaped: list[bool] = []
+    shaped, said = [], []
 
     def noted(spawner: Spawner, words: list[str], log: Path, env: dict[str, str]) -> Spawned:
         shaped.append((os.environ | env).get("EDGE_SHAPE") == "1")
         return start(spawner, words, log, env)
 
     monkeypatch.setattr(Spawner, "start", noted)
-    for is_shaped in (True, False):
+    for is_so in (True, False):
         with monkeypatch.context() as of_up:
-            if is_shaped:
+            if is_so:
                 of_up.setenv("EDGE_SHAPE", "1")
-            started = [start_local(before, topology)]
-        started.append(start_nodes(cluster, ["attic"], topology, folder))
+            started = [start_local(before, topology, limited=said.append if is_so else None)]
+        started.append(start_nodes(cluster, ["attic"], topology, folder, said.append))
         stop_local(topology, SystemClock())
         for local in started:
             for process in local.processes.values():
                 process.wait(15)
     assert shaped == [True] * 3 + [False] * 3
+    held = [line.partition(":")[0] for line in said if not line.startswith("waiting for Python")]
+    assert held == ["desk", "attic"]
 
 
 def test_a_state_folder_that_cannot_be_made_is_named(topology: Path, monkeypatch: pytest.MonkeyPatch) -> None:

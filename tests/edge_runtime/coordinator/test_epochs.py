@@ -592,7 +592,7 @@ def test_what_nobody_has_room_for_is_announced_as_lost_and_taken_back_from_its_n
     assert not last_announcement(tight).replacing
     assert len(announcements(tight)) == before + 1
     notes = [c.text for c in tight.said if isinstance(c, states.Note) and "cannot be mended" in c.text]
-    assert len(notes) == 1 and "bytes" in notes[0], "said once, with numbers"
+    assert len(notes) == 1 and "MiB" in notes[0], "said once, with numbers"
     tight.start("n3")
     assert last_announcement(tight).replacing or not unhosted(tight)
     tight.settle(2.0)
