@@ -146,8 +146,13 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees the old one or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".record-", delete=False) as scratch:
-        scratch.write(content)
-    os.replace(scratch.name, path)
+        try:
+            scratch.write(content)
+            scratch.flush()
+            os.replace(scratch.name, path)
+        except OSError:
+            os.unlink(scratch.name)
+            raise
 
 
 def read_record(path: Path) -> ProcessRecord | None:

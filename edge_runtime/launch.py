@@ -32,7 +32,7 @@ from edge_runtime.config import (
 )
 from edge_runtime.errors import EXIT_USER, ClusterError, ConfigError, PeerError, Refusal, UserError
 from edge_runtime.log import Reminder
-from edge_runtime.spawner import Spawned, Spawner
+from edge_runtime.spawner import CODE_UNKNOWN, Spawned, Spawner
 from kernels.settings import is_on
 from topology.cluster import Cluster
 
@@ -95,10 +95,13 @@ def start_local(
             forget_snapshot(directory)
             return _start_all(cluster, topology_path, directory, limited, spawner or Spawner(report))
     except OSError as error:
-        raise ConfigError(
-            f"the state folder {directory} cannot be written ({error.strerror}); "
-            f"name another one with {STATE_VARIABLE}"
-        ) from error
+        raise _unwritable(directory, error) from error
+
+
+def _unwritable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the state folder {directory} cannot be written ({error.strerror}); name another one with {STATE_VARIABLE}"
+    )
 
 
 @contextlib.contextmanager
@@ -123,7 +126,7 @@ def _start_all(
             f"cluster {cluster.name} is already up here: {_names(running)}; stop it with `edge-runtime down` first"
         )
     local = LocalCluster(directory, {})
-    try:
+    with _all_or_none(spawner, directory):
         for name in (COORDINATOR, *cluster.node_names):
             local.processes[name] = _start(spawner, name, topology_path, directory)
         for marker, is_set in (
@@ -135,12 +138,21 @@ def _start_all(
                 (directory / marker).touch()
         if limited is not None:
             _hold(local, cluster, limited)
-    except BaseException:
-        for process in local.processes.values():
-            process.kill()
-            process.wait()
-        raise
     return local
+
+
+@contextlib.contextmanager
+def _all_or_none(spawner: Spawner, directory: Path) -> Iterator[None]:
+    """What was started inside is killed and forgotten where something fails, or where a person stops it."""
+    before = spawner.num_started()
+    try:
+        yield
+    except BaseException:
+        killed = spawner.undo(before)
+        for record in read_records(directory):
+            if record.pid in killed:
+                remove_record(directory, record.name)
+        raise
 
 
 def runs_here(directory: Path) -> bool:
@@ -163,10 +175,14 @@ def start_nodes(
     local = LocalCluster(directory, {})
     spawner = Spawner(say)
     is_shaped = (directory / SHAPED).exists()
-    for name in names:
-        local.processes[name] = _start(spawner, name, topology_path, directory, is_shaped=is_shaped)
-    if (directory / LIMITED).exists():
-        _hold(local, cluster, say)
+    try:
+        with _all_or_none(spawner, directory):
+            for name in names:
+                local.processes[name] = _start(spawner, name, topology_path, directory, is_shaped=is_shaped)
+            if (directory / LIMITED).exists():
+                _hold(local, cluster, say)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
     return local
 
 
@@ -280,13 +296,15 @@ def watch(local: LocalCluster, clock: Clock, report: Callable[[str], None]) -> N
                 line = last_log_line(log_path(local.directory, name))
                 report(_ended_line(local, name, code, line) if code else f"{name} has stopped")
         if len(told) == len(local.processes):
-            if not any(told.values()):
+            if not any(code for code in told.values() if code != CODE_UNKNOWN):
                 return
             raise ClusterError(f"every process of the cluster has ended; the logs are in {local.directory}")
         clock.sleep(POLL_S)
 
 
 def _ended_line(local: LocalCluster, name: str, code: int, line: str) -> str:
+    if code == CODE_UNKNOWN:
+        return f"{name} ended; how is not known, since the process that forked it ended before"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     said = line.removeprefix("error: ") if line else f"its log {log_path(local.directory, name)} is empty"
     return f"{name} {how}: {said}"

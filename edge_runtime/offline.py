@@ -45,7 +45,7 @@ def _parsed(line: bytes) -> Any:
     """What a line of JSON says; None if it says nothing."""
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -66,8 +66,14 @@ class Journal:
     answers, and who gave them.
     """
 
-    def __init__(self, out: Path, prompts: Sequence[Prompt], served_by: Mapping[str, str]) -> None:
-        """served_by: what answers depend on besides the prompts, by name. RequestError where no answers could be written."""
+    def __init__(
+        self, out: Path, prompts: Sequence[Prompt], served_by: Mapping[str, str], source: Path | None = None
+    ) -> None:
+        """RequestError where no answers could be written.
+
+        served_by  what answers depend on besides the prompts, by name
+        source     the file of the prompts, which must not be written over
+        """
         if out.is_dir() or not out.name:
             raise RequestError(f"--out {out} is a folder; name a file for the answers")
         if not out.parent.is_dir():
@@ -78,6 +84,13 @@ class Journal:
             raise RequestError(f"--out {out}: the folder {out.parent} cannot be written; name another file")
         self.path = out.with_name(f"{out.name}.part")
         self._seal = out.with_name(f"{out.name}.done")
+        if source is not None and source.resolve() in (
+            path.resolve() for path in (out, self.path, self._seal)
+        ):
+            raise RequestError(
+                f"--out {out}: {source} holds the prompts, and {out}, {self.path.name} and {self._seal.name} will be written; "
+                "name another file"
+            )
         digest = hashlib.blake2b(digest_size=16)
         for prompt in prompts:
             digest.update(msgspec.json.encode(prompt))
@@ -162,8 +175,10 @@ class Journal:
     def _is_answer(self, entry: Any) -> bool:
         if not isinstance(entry, dict) or not ("token_ids" in entry or "error" in entry):
             return False
-        index = entry.get("index")
-        return isinstance(index, int) and 0 <= index < self._num_prompts
+        index, token_ids = entry.get("index"), entry.get("token_ids", [])
+        if type(index) is not int or not 0 <= index < self._num_prompts:
+            return False
+        return isinstance(token_ids, list) and all(type(token) is int for token in token_ids)
 
     def add(self, answers: dict[int, dict[str, Any]]) -> None:
         """Keep the answers of a batch; they are on disk when this returns. RequestError where they cannot be written."""
@@ -194,7 +209,8 @@ class Journal:
         try:
             _replace(self._out, content)
             if not keep:
-                _replace(self._seal, json.dumps(self._sealed(content)).encode() + b"\n")
+                with suppress(OSError):  # without it the same command is told that the output is there
+                    _replace(self._seal, json.dumps(self._sealed(content)).encode() + b"\n")
         except OSError as error:
             raise RequestError(
                 f"{self._out} cannot be written ({error.strerror}); all answers are kept in {self.path}, "

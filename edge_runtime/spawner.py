@@ -25,7 +25,8 @@ from edge_runtime.log import Reminder
 
 START_S = 120.0  # 4 s when nothing else runs
 POLL_S = 0.02
-CODE_UNKNOWN = 1  # of a process whose spawner went away before it
+CODE_UNKNOWN = 256  # of a process whose spawner went away before it; no process ends with that
+UNCLAIMED_S = 5.0  # until what was ordered has been forked or never will be; a fork takes 0.03 s
 CLOCK = SystemClock()
 
 
@@ -48,8 +49,9 @@ class Spawned:
     def poll(self) -> int | None:
         """Its exit code, negative for the signal that killed it; None while it runs."""
         code = self._spawner.code_of(self.pid)
-        if code is None and self._spawner.has_ended() and _began_s(self.pid) != self._began_s:
-            return CODE_UNKNOWN
+        if code is None and self._spawner.has_ended():
+            began_s = _began_s(self.pid)
+            return CODE_UNKNOWN if began_s is None or began_s != self._began_s else None
         return code
 
     def wait(self, timeout_s: float = START_S) -> int:
@@ -83,6 +85,9 @@ class Spawner:
         self._report = report
         self._codes: dict[int, int] = {}
         self._pids: list[int] = []
+        """All that it forked, in that order."""
+        self._num_orders = 0
+        self._stillborn = False
         self._unread = b""
         self._has_ended = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as this object
@@ -103,26 +108,43 @@ class Spawner:
         """Fork a daemon that runs `edge-runtime WORDS` and writes to `log`. Raises ClusterError where it cannot."""
         order = Order(list(words), str(log), dict(env))
         assert self._process.stdin is not None
+        self._num_orders += 1
         with contextlib.suppress(BrokenPipeError):  # it has ended: said below
             self._process.stdin.write(msgspec.json.encode(order) + b"\n")
             self._process.stdin.flush()
         reminder = Reminder(CLOCK.now())
-        while not self._pids:
+        while len(self._pids) < self._num_orders:
             self._read(POLL_S)
             waited_s = CLOCK.now() - reminder.began_s
-            if self._has_ended or waited_s > START_S:
-                self._process.kill()
+            if self._has_ended or self._stillborn or waited_s > START_S:
                 raise ClusterError(
-                    f"`edge-runtime {' '.join(words)}` could not be started here: "
-                    + (
-                        self._last_words()
-                        if self._has_ended
-                        else f"Python took more than {START_S:.0f} s to load it"
-                    )
+                    f"`edge-runtime {' '.join(words)}` could not be started here: {self._why()}"
                 )
             if reminder.is_due(CLOCK.now()):
                 self._report(f"waiting for Python to load what daemons need, {waited_s:.0f} s")
-        return Spawned(self, self._pids.pop())
+        return Spawned(self, self._pids[-1])
+
+    def num_started(self) -> int:
+        """How many processes it was asked for."""
+        return self._num_orders
+
+    def undo(self, before: int) -> list[int]:
+        """Kill what it forked after the first `before`, also what a stopped `start` did not come to know. Their numbers.
+
+        Where an order is still open, the spawner ends too: else it would be carried out when nobody waits.
+        """
+        if len(self._pids) < self._num_orders:
+            self._process.kill()
+            until = CLOCK.now() + UNCLAIMED_S
+            while (
+                not self._has_ended and CLOCK.now() < until
+            ):  # a fork that was just made tells its number first
+                self._read(POLL_S)
+        killed = [Spawned(self, pid) for pid in self._pids[before:]]
+        for process in killed:
+            process.kill()
+            process.wait()
+        return [process.pid for process in killed]
 
     def code_of(self, pid: int) -> int | None:
         """The exit code of a process it forked, None while that is not known."""
@@ -133,7 +155,11 @@ class Spawner:
         """Whether it has gone, so that no more exit codes come."""
         return self._has_ended
 
-    def _last_words(self) -> str:
+    def _why(self) -> str:
+        if self._stillborn:
+            return "it ended before it began"
+        if not self._has_ended:
+            return f"Python took more than {START_S:.0f} s to load it"
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").split("\n")
         line = next((line for line in reversed(said) if line.strip()), "it said nothing")
@@ -154,6 +180,7 @@ class Spawner:
             pid, *code = map(int, line.split())
             if code:
                 self._codes[pid] = code[0]
+                self._stillborn |= pid not in self._pids
             else:
                 self._pids.append(pid)
 

@@ -20,7 +20,7 @@ from edge_runtime.commands.shared import (
     topology_option,
 )
 from edge_runtime.config import TOPOLOGY_VARIABLE, resolve_topology_path, state_dir
-from edge_runtime.errors import ClusterError, DeadlinePassed, Refusal
+from edge_runtime.errors import ClusterError, ConfigError, DeadlinePassed, Refusal
 from topology.cluster import Cluster, is_loopback
 from topology.errors import TopologyError
 from topology.files import read_cluster
@@ -183,15 +183,21 @@ def _apply(file: Path, running: Path, *, dry_run: bool) -> None:
         if not epoch:
             click.echo("nothing to change")
             return
-        added = [name for name in wanted.node_names if name not in before]
+        added, why_not = [name for name in wanted.node_names if name not in before], None
         if added and launch.runs_here(directory):
             say(f"starting {', '.join(added)}")
-            local = launch.start_nodes(wanted, added, file, directory, say)
+            try:
+                local = launch.start_nodes(wanted, added, file, directory, say)
+            except (ClusterError, ConfigError) as error:
+                why_not = str(error)
+            except KeyboardInterrupt:
+                client.give_up(epoch, "interrupted")
+                raise
         elif added:
             names = ", ".join(added)
             say(f"on the machine of each of {names}, run: edge-runtime node NAME --topology {file}")
         try:
-            click.echo(changes.follow(client, epoch, clock, say, local.ended_line, back))
+            click.echo(changes.follow(client, epoch, clock, say, lambda: why_not or local.ended_line(), back))
         except ClusterError:
             launch.await_end(directory, list(local.processes), clock, say)
             raise

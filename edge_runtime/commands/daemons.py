@@ -70,6 +70,11 @@ def up(topology: Path | None, shape: bool, compiles: bool, limits: bool, detach:
         os.environ[SHAPE_VARIABLE] = "1"  # for the daemons
     if compiles:
         os.environ[COMPILE_VARIABLE] = "1"
+    if cluster.keys:
+        from edge_runtime.transport.keys import refuse_missing
+
+        # here, together: each daemon would end on its own
+        refuse_missing(Path(cluster.keys), (launch.COORDINATOR, "client", *cluster.node_names))
     clock = SystemClock()
     if cluster.model.startswith(HUB):
         from edge_runtime.weights.locate import check_model
@@ -266,7 +271,8 @@ def _interrupt_on(*numbers: signal.Signals) -> None:
         raise KeyboardInterrupt
 
     for number in numbers:
-        signal.signal(number, interrupt)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+            signal.signal(number, interrupt)
 
 
 def _ignore(*numbers: signal.Signals) -> None:

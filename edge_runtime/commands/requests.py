@@ -228,7 +228,7 @@ def batch(
     refuse_faults(faults)
     homes = sum("decode" in node.roles for node in cluster.nodes)
     prompts, served_by = [each.prompt for each in lines], _served_by(cluster, checkpoint, artifact)
-    journal = Journal(out, prompts, served_by)
+    journal = Journal(out, prompts, served_by, file)
     failed = journal.finished()
     if failed is not None:
         say(f"{out} holds the answers to these prompts already; nothing is asked")

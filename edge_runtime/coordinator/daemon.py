@@ -63,6 +63,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 LATE_BEATS = 1.2  # of silence before it is tried whether a node's connection has ended
 SPEEDS_S = 2.0  # how often it is looked how fast homes are
+KEEP_AGAIN_S = 30.0  # after a disk was found full
 PROBE_S = 1.0  # how often a client that takes nothing is looked for
 MAX_BACKLOG = 1000  # messages taken before time is looked at
 HOMELESS_S = 60.0  # how long a request waits for another home
@@ -110,6 +111,7 @@ class CoordinatorDaemon:
         )
         self._keep = keep
         self._kept: tuple[int, int, epochs.Outcome | None] = (0, 0, None)
+        self._keep_again_s = 0.0
         self._routes = routes or Routes(cluster, footprint, None, seed=secrets.randbits(SEED_BITS))
         self._routes.follow(cluster, placement)
         self._epochs.joint = self._routes.joint
@@ -399,13 +401,30 @@ class CoordinatorDaemon:
             self._routed = (self._cluster, self._placement)
             self._routes.follow(*self._routed)
 
+    def _take_down(self, counting: tuple[int, int, epochs.Outcome | None]) -> None:
+        """Keep where the cluster is. A disk that is full costs the next coordinator what it would know, and no answer."""
+        now = self._clock.now()
+        if now < self._keep_again_s:
+            return
+        try:
+            self._keep(self._epochs)
+        except OSError as error:
+            self._keep_again_s = now + KEEP_AGAIN_S
+            log.warning(
+                "where the cluster is could not be written (%s): a coordinator that is started anew now goes back to what "
+                "was written last; trying again after %.0f s",
+                error,
+                KEEP_AGAIN_S,
+            )
+            return
+        self._kept = counting
+
     def _carry_out(self, commands: Sequence[epochs.Command]) -> None:
         self._follow_placement()
         outcomes = self._epochs.outcomes
         counting = self._epochs.active, self._epochs.newest, outcomes[-1] if outcomes else None
         if counting != self._kept:  # before anybody is told: the next coordinator has to know as much as they
-            self._kept = counting
-            self._keep(self._epochs)
+            self._take_down(counting)
         for command in commands:
             match command:
                 case states.Note(text):

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,7 +84,10 @@ class Keys:
         """The key that peer is expected to have."""
         peers = self.peers
         if name not in peers:
-            raise ConfigError(f"there is no key of {name!r}; known are {', '.join(sorted(peers)) or 'none'}")
+            raise ConfigError(
+                f"there is no key of {name!r}; known are {', '.join(sorted(peers)) or 'none'}; make it with: edge-runtime keys "
+                f"new {name}, and copy {name}.key to every machine"
+            )
         return peers[name]
 
     def owner_of(self, public: bytes) -> str | None:
@@ -116,6 +119,14 @@ def new_keys(folder: Path, names: Iterable[str]) -> list[Path]:
                 file.write(key + b"\n")
             written.append(path)
     return written
+
+
+def refuse_missing(folder: Path, names: Sequence[str]) -> None:
+    """ConfigError that names every one of `names` whose secret key is not in `folder`."""
+    if missing := [name for name in names if not (folder / f"{name}.key_secret").is_file()]:
+        raise ConfigError(
+            f"{folder} has no secret keys of {', '.join(missing)}; make them with: edge-runtime keys new {' '.join(missing)}"
+        )
 
 
 def load_keys(folder: Path, own_name: str) -> Keys:

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from edge_runtime.clock import ManualClock, SystemClock
-from edge_runtime.config import is_running, read_records, record_process, state_dir, write_record
+from edge_runtime.commands import daemons
+from edge_runtime.config import (
+    ProcessRecord,
+    is_running,
+    read_records,
+    record_process,
+    state_dir,
+    write_record,
+)
 from edge_runtime.errors import ConfigError, PeerLost, UserError
 from edge_runtime.launch import (
     LocalCluster,
@@ -104,6 +112,34 @@ def test_nodes_that_come_later_are_held_and_shaped_like_those_of_the_beginning(
     assert shaped == [True] * 3 + [False] * 3
     held = [line.partition(":")[0] for line in said if not line.startswith("waiting for Python")]
     assert held == ["desk", "attic"]
+
+
+def test_what_fails_while_daemons_start_leaves_none_of_them(
+    topology: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, pids = state_dir(topology), []
+
+    def full(directory: Path, record: ProcessRecord) -> Path:
+        pids.append(record.pid)
+        if record.name == "attic":
+            raise OSError(28, "No space left on device")
+        return write_record(directory, record)
+
+    monkeypatch.setattr("edge_runtime.launch.write_record", full)
+    with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\)"):
+        start_local(read_cluster(topology), topology)
+    assert len(pids) == 3
+    wait_until_gone(pids, deadline_s=1.0)
+    assert not read_records(folder)
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts a command
+    try:
+        daemons._interrupt_on(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_state_folder_that_cannot_be_made_is_named(topology: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """`batch`: every prompt once, in order, whatever stops it and wherever."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -317,3 +318,29 @@ def test_an_output_that_cannot_be_written_costs_no_answer(tmp_path):
     client = Doubling(clock)
     run_offline(client, PROMPTS, [FULL] * 3, out, clock, capacity=3)
     assert client.asked == [] and len(out.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("name", ["out", "out.part", "out.done"])
+def test_prompts_are_not_written_over(tmp_path: Path, name: str) -> None:
+    source = tmp_path / name
+    source.write_text("prompts")
+    with pytest.raises(RequestError, match=f"{name} holds the prompts"):
+        Journal(tmp_path / "out", PROMPTS, {}, source)
+    assert source.read_text() == "prompts"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"index": true, "token_ids": [1]}',
+        '{"index": 1, "token_ids": 7}',
+        '{"index": 1, "token_ids": [1.5]}',
+        "[" * 100_000,
+    ],
+)
+def test_a_damaged_line_is_no_answer(tmp_path: Path, line: str) -> None:
+    journal = Journal(tmp_path / "out", PROMPTS, {})
+    journal.add({0: {"token_ids": [1]}})
+    with journal.path.open("a") as file:
+        file.write(line + "\n")
+    assert sorted(journal.read()) == [0] and journal.num_damaged == 1

@@ -65,3 +65,26 @@ def test_what_was_forked_goes_on_without_who_forked_it(tmp_path: Path) -> None:
 def test_a_wait_that_is_over_says_for_whom(coordinator: Spawned) -> None:
     with pytest.raises(ClusterError, match=f"process {coordinator.pid} still runs after 0 s"):
         coordinator.wait(0.1)
+
+
+def test_what_is_undone_is_killed_even_where_its_number_was_not_read(tmp_path: Path) -> None:
+    spawner = Spawner()
+    first = start_coordinator(spawner, tmp_path)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(line: str) -> None:
+        raise Stopped
+
+    before = spawner.num_started()
+    read, spawner._read = spawner._read, lambda timeout_s: stop("")  # type: ignore[method-assign]
+    with pytest.raises(Stopped):
+        start_coordinator(spawner, tmp_path / "second")
+    wait_for(lambda: len(psutil.Process(first.pid).parent().children()) == 2, "the second fork")  # type: ignore[union-attr]
+    spawner._read = read  # type: ignore[method-assign]
+    (second,) = spawner.undo(before)
+    assert not psutil.pid_exists(second) or psutil.Process(second).status() == psutil.STATUS_ZOMBIE
+    assert psutil.Process(first.pid).is_running(), "that was there before"
+    os.kill(first.pid, signal.SIGKILL)
+    assert first.wait(10.0) == CODE_UNKNOWN

@@ -169,3 +169,16 @@ def test_a_nodes_key_is_replaced_while_answers_run_and_then_the_old_one_is_worth
         pytest.raises(DeadlinePassed),
     ):
         channel.request(Hello("attic"), Welcome, 0.5)
+
+
+def test_up_names_all_keys_that_are_missing_before_it_starts_anything(tmp_path: Path) -> None:
+    cluster = LocalCluster(write_topology(tmp_path, "two_nodes", keys='"keys"'))
+    made = run_cli("keys", "new", "client", "desk", "--topology", cluster.topology)
+    assert made.exit_code == 0, made
+    done = cluster.cli("up", "--detach")
+    failed(
+        done,
+        2,
+        "no secret keys of coordinator, attic; make them with: edge-runtime keys new coordinator attic",
+    )
+    assert len(done.stderr.splitlines()) == 1

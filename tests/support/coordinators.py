@@ -4,12 +4,13 @@ Every wait has one deadline. A node here says true things: it greets, takes its 
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self
 
 from edge_runtime.clock import SystemClock
 from edge_runtime.coordinator.daemon import CoordinatorDaemon
+from edge_runtime.coordinator.epochs import Epochs
 from edge_runtime.protocol import (
     Deploy,
     Deployed,
@@ -72,7 +73,11 @@ def cluster(*names: str, **changes: object) -> Cluster:
 
 @contextmanager
 def running(
-    cluster: Cluster, parts: ModelFootprint | None = None, *, homeless_s: float = SOON_S
+    cluster: Cluster,
+    parts: ModelFootprint | None = None,
+    *,
+    homeless_s: float = SOON_S,
+    keep: Callable[[Epochs], None] = lambda found: None,
 ) -> Iterator[CoordinatorDaemon]:
     """The coordinator of a cluster, until the block is left. A fault of its own fails the test."""
     parts = parts or footprint()
@@ -85,6 +90,7 @@ def running(
         keys=None,
         clock=CLOCK,
         homeless_s=homeless_s,
+        keep=keep,
     )
 
     def run() -> None:

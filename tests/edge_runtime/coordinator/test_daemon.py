@@ -631,3 +631,22 @@ def test_a_plan_from_before_a_node_went_is_made_again_before_it_is_told(address,
     may_end.set()
     refused = client.next(Refused)
     assert tried[0] == ("n2",) and "nobody is there" in refused.detail
+
+
+def test_a_full_disk_costs_no_answer(caplog):
+    tried = []
+
+    def full(found):
+        tried.append(found.newest)
+        raise OSError(28, "No space left on device")
+
+    with (
+        running(cluster("n1"), keep=full) as daemon,
+        FakeClient(daemon.address) as client,
+        FakeNode(daemon.address, "n1").join(),
+    ):
+        client.submit("r")
+        assert client.next(Accepted).node == "n1"
+        assert client.status()["ready"]
+    assert len(tried) == 1, "tried again after a while, not at every event"
+    assert "No space left on device" in caplog.text
