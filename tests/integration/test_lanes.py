@@ -32,9 +32,14 @@ def homes(answers: list[dict[str, Any]]) -> list[str]:
 
 
 def split(cluster: LocalCluster) -> tuple[str, set[str]]:
-    """The home of the low lane and those of the high one; which they are depends on who came first."""
-    found = lanes(cluster)
-    assert len(found["low"]) == 1 and {*found["low"], *found["high"]} == NAMES
+    """The home of the low lane and those of the high one, once all are there; which they are depends on who came first."""
+
+    def whole() -> dict[str, Any] | None:
+        found = lanes(cluster)
+        return found if {*found["low"], *found["high"]} == NAMES else None
+
+    found = wait_for(whole, f"{NAMES} in lanes")
+    assert len(found["low"]) == 1
     return found["low"][0], set(found["high"])
 
 

@@ -213,13 +213,14 @@ def test_a_watched_file_is_applied_after_each_edit_and_a_bad_one_is_told(three: 
     with three.start_command("apply", three.topology, "--watch") as watch:
         watch.wait_for_line("nothing to change")
         three.topology.write_text(good.replace("364 MiB", "370 MiB"))
-        watch.wait_for_line(r"epoch 2 in .* was applied")
+        # 2, or more: a busy machine may lose sight of a node meanwhile, and the change is then worked out anew
+        first = int(watch.wait_for_line(r"epoch (\d+) in .* was applied")[1])
         three.topology.write_text(good.replace("364 MiB", "370 elephants"))
         watch.wait_for_line(r"not applied: .*line \d+.*elephants")
         three.wait_until_ready()
-        assert three.status()["epoch"] == 2
+        assert three.status()["epoch"] >= first > 1
         three.topology.write_text(good)
-        watch.wait_for_line(r"epoch 3 in .* was applied")
+        watch.wait_for_line(rf"epoch (?!{first} )\d+ in .* was applied")
         watch.stop(signal.SIGINT)
 
 
