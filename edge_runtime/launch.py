@@ -92,6 +92,7 @@ def start_local(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _sole_starter(directory, cluster.name):
+            _refuse_second(cluster, directory)
             forget_snapshot(directory)
             return _start_all(cluster, topology_path, directory, limited, spawner or Spawner(report))
     except OSError as error:
@@ -117,14 +118,17 @@ def _sole_starter(directory: Path, cluster_name: str) -> Iterator[None]:
         yield
 
 
-def _start_all(
-    cluster: Cluster, topology_path: Path, directory: Path, limited: Say | None, spawner: Spawner
-) -> LocalCluster:
+def _refuse_second(cluster: Cluster, directory: Path) -> None:
     running = [record for record in read_records(directory) if is_running(record)]
     if running:
         raise UserError(
             f"cluster {cluster.name} is already up here: {_names(running)}; stop it with `edge-runtime down` first"
         )
+
+
+def _start_all(
+    cluster: Cluster, topology_path: Path, directory: Path, limited: Say | None, spawner: Spawner
+) -> LocalCluster:
     local = LocalCluster(directory, {})
     with _all_or_none(spawner, directory):
         for name in (COORDINATOR, *cluster.node_names):

@@ -20,6 +20,7 @@ import msgspec
 import psutil
 
 from edge_runtime.clock import SystemClock
+from edge_runtime.config import ProcessRecord, is_running, record_process
 from edge_runtime.errors import ClusterError
 from edge_runtime.log import Reminder
 
@@ -44,14 +45,15 @@ class Spawned:
     def __init__(self, spawner: "Spawner", pid: int) -> None:
         self.pid = pid
         self._spawner = spawner
-        self._began_s = _began_s(pid)
+        self._record: ProcessRecord | None = None
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+            self._record = record_process(str(pid), pid)
 
     def poll(self) -> int | None:
         """Its exit code, negative for the signal that killed it; None while it runs."""
         code = self._spawner.code_of(self.pid)
         if code is None and self._spawner.has_ended():
-            began_s = _began_s(self.pid)
-            return CODE_UNKNOWN if began_s is None or began_s != self._began_s else None
+            return None if self._record is not None and is_running(self._record) else CODE_UNKNOWN
         return code
 
     def wait(self, timeout_s: float = START_S) -> int:
@@ -193,12 +195,3 @@ def _end(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError):
             pipe.close()
-
-
-def _began_s(pid: int) -> float | None:
-    """When a process began, None if there is none or it waits to be buried."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        if process.status() != psutil.STATUS_ZOMBIE:
-            return process.create_time()
-    return None
