@@ -22,6 +22,7 @@ from edge_runtime.client import Answer, Prompt
 from edge_runtime.clock import Clock
 from edge_runtime.elastic.batching import Flow, Queue, Rule
 from edge_runtime.errors import RequestError
+from topology.units import counted
 
 PROBE = "Once upon a time"
 PROBE_TOKENS = 8  # of each answer that is only measured
@@ -47,11 +48,6 @@ def _parsed(line: bytes) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 line`, `3 lines`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 class Unanswered(NamedTuple):

@@ -14,6 +14,7 @@ from topology.node_plan import GroupPlan, NodePlan, Placement
 from topology.speeds import BYTE_BITS, LinkSpeed, Machines, NodeSpeed, machines_of
 from topology.step_time import PlacementClock
 from topology.units import (
+    counted,
     format_byte_rate,
     format_bytes,
     format_bytes_rounded,
@@ -102,10 +103,9 @@ class ClusterDiff:
         lines = [_node_line(node) for node in self.nodes if node.kind != KEPT]
         lines += [f"link {change}" for change in self.links]
         lines += [f"[cluster] {change}" for change in self.settings]
-        rounds = len(self.migration.rounds)
         lines.append(
             f"{format_bytes_rounded(self.load_bytes)} to load, {format_bytes_rounded(self.drop_bytes)} to drop, in "
-            f"{rounds} round{'' if rounds == 1 else 's'}, about {self.seconds:.1f} s"
+            f"{counted(len(self.migration.rounds), 'round')}, about {self.seconds:.1f} s"
         )
         if self.step_before_s is not None and self.step_after_s is not None:
             lines.append(

@@ -91,6 +91,11 @@ def in_one_unit(*sizes: int) -> list[str]:
     return [f"{size} B" for size in sizes]
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 line`, `3 lines`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def format_rate(bits_per_second: float) -> str:
     """Bits per second to `100 Mbit/s`."""
     return _format(bits_per_second, BITS_PER_SECOND)

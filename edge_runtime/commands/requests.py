@@ -22,6 +22,7 @@ from edge_runtime.config import resolve_topology_path
 from edge_runtime.errors import ClusterError, RequestError
 from topology.cluster import Cluster
 from topology.files import read_cluster
+from topology.units import counted
 
 if TYPE_CHECKING:
     from edge_runtime.artifacts import Artifact
@@ -150,8 +151,6 @@ def _submit_one(client: "Client", prompt: "Prompt", wait_s: float, *, as_json: b
 
 
 def _submit_file(client: "Client", lines: "list[Numbered]", wait_s: float, *, trace: bool) -> None:
-    from edge_runtime.offline import counted
-
     prompts = [each.prompt for each in lines]
     answers = client.run(prompts, wait_ready_s=wait_s, on_wait=say, keeps_ended=True)
     errors = []
@@ -206,7 +205,7 @@ def batch(
     Lines as of `submit --file`; `k`, `sub_experts` or `service` say how much each may use. Stopped, it goes on where it was.
     """
     from edge_runtime.elastic.tiers import tier_of
-    from edge_runtime.offline import Journal, counted, run_offline
+    from edge_runtime.offline import Journal, run_offline
     from edge_runtime.prompts import prompts_from_file, refuse_faults
     from edge_runtime.selector.learned import find_artifact
     from edge_runtime.weights.locate import located, open_model

@@ -14,7 +14,7 @@ from topology.diff import ClusterDiff, diff_clusters
 from topology.placement import NodePlan, Placement
 from topology.speeds import NOTHING_MEASURED, Measured
 from topology.traits import ExpertTraits
-from topology.units import format_bytes_rounded
+from topology.units import counted, format_bytes_rounded
 
 FAR_SLOWER = 2.0  # times a step's time, from which on a change gets a warning: predictions lie within 25 %
 
@@ -85,10 +85,9 @@ def slower_warning(before_s: Mapping[int, float], after_s: Mapping[int, float]) 
     worst = max(times, key=times.__getitem__, default=None)
     if worst is None or times[worst] <= FAR_SLOWER:
         return None
-    at_once = "1 request" if worst == 1 else f"{worst} requests"
     return (
         f"warning: tokens come {times[worst]:.3g} times as slowly after this change: {_ms(before_s[worst])} now and "
-        f"{_ms(after_s[worst])} then with {at_once} at once, as predicted"
+        f"{_ms(after_s[worst])} then with {counted(worst, 'request')} at once, as predicted"
     )
 
 
